@@ -29,8 +29,8 @@ def evenly(layers: int, streamed: int) -> tuple[int, ...]:
 
 def is_even(layers: int, at: Sequence[int]) -> bool:
     """Are the gaps as equal as they can be?"""
-    found = gaps(layers, at)
-    return not found or max(found) - min(found) <= 1
+    distances = gaps(layers, at)
+    return not distances or max(distances) - min(distances) <= 1
 
 
 def one_slot(layers: int, at: Sequence[int], ratio: Time) -> Time:

@@ -111,8 +111,8 @@ def a_clock_of_their_own() -> Iterator[None]:
 @pytest.fixture
 def tuned() -> Iterator[Tuned]:
     """Gives values to what is composed from now on, until the test ends. See tuned.py."""
-    with tuning() as found:
-        yield found
+    with tuning() as settings:
+        yield settings
 
 
 @pytest.fixture(scope="module", params=[4096], ids=["4KiB"])
@@ -139,10 +139,10 @@ def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
     try:
-        if (found := devices.current()) is not None:
-            found.device.reap(wait=True)
-            found.device.check()
-            assert found.device.snapshot()["pages"]["kv"] == 0
+        if (runtime := devices.current()) is not None:
+            runtime.device.reap(wait=True)
+            runtime.device.check()
+            assert runtime.device.snapshot()["pages"]["kv"] == 0
     finally:
         take_out()  # or the next test would find it
 

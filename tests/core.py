@@ -151,8 +151,8 @@ class Gate:
         self.library.set_capturing(now)
 
     def waiting(self) -> int:
-        found: int = self.library.waiting()
-        return found
+        count: int = self.library.waiting()
+        return count
 
 
 @pytest.fixture(name="gate")
@@ -182,9 +182,9 @@ def current_context() -> Iterator[Driver]:
 
 
 def memfd(place: str) -> os.stat_result:
-    found = {name: ctypes.c_int() for name in PLACES}
-    driver().ok("ballonet_standin_memfds", *map(ctypes.byref, found.values()))
-    return os.fstat(found[place].value)
+    descriptors = {name: ctypes.c_int() for name in PLACES}
+    driver().ok("ballonet_standin_memfds", *map(ctypes.byref, descriptors.values()))
+    return os.fstat(descriptors[place].value)
 
 
 @functools.cache
@@ -217,17 +217,17 @@ class Map:
 
 def maps(address: int, nbytes: int, only: Sequence[str] = ("",)) -> list[Map]:
     """The process's memory maps that touch [address, address + nbytes). `only`: of lines that have one of these."""
-    found = []
+    listed = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if not any(each in line for each in only):
+        if not any(word in line for word in only):
             continue
         match = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ (\d+)\s*(.*)", line)
         assert match is not None, line
         begin, end, offset = int(match[1], 16), int(match[2], 16), int(match[4], 16)
         if begin < address + nbytes and address < end:
             first, last = max(begin, address), min(end, address + nbytes)
-            found.append(Map(first, last, match[3], offset + (first - begin), int(match[5]), match[6]))
-    return found
+            listed.append(Map(first, last, match[3], offset + (first - begin), int(match[5]), match[6]))
+    return listed
 
 
 def behind(address: int, nbytes: int = PAGE) -> tuple[str | None, str, int]:
@@ -310,13 +310,13 @@ class Core:
 
     def ahead(self) -> int:
         """Pages that are mapped before anybody asked for them."""
-        found: int = self.device.snapshot()["ahead"]
-        return found
+        pages: int = self.device.snapshot()["ahead"]
+        return pages
 
     def kept(self) -> int:
         """Pages of closed ranges, which still lie behind their addresses."""
-        found: int = self.device.snapshot()["kept"]
-        return found
+        pages: int = self.device.snapshot()["kept"]
+        return pages
 
     def cached_ranges(self, *sizes: tuple[int, int]) -> list[int]:
         """Closes ranges of so many pieces and pages: the addresses at which these stay, the oldest first."""
@@ -454,11 +454,11 @@ def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) 
     """Runs `work` in a thread for each argument, and checks the device meanwhile. It raises what one of them raised."""
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(work, argument) for argument in arguments]
-        while not all(each.done() for each in running):
+        while not all(future.done() for future in running):
             core.device.check()
             wait(running, timeout=0.01)
-        for each in running:
-            each.result()
+        for future in running:
+            future.result()
 
 
 def page_calls(work: Callable[[], object]) -> dict[str, int]:

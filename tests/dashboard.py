@@ -18,7 +18,7 @@ def expressions() -> list[str]:
     """All that it asks, of its panels and its variables."""
     dashboard = json.loads(DASHBOARD.read_text())
     panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    variables = [each["query"]["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    variables = [entry["query"]["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
     return [*panels, *variables]
 
 
@@ -35,7 +35,7 @@ def labels(expression: str) -> set[str]:
     """Names of labels in it."""
     selected = re.findall(r"(\w+)\s*(?:=~|!=|=|!~)", " ".join(re.findall(r"\{([^}]*)\}", expression)))
     grouped = re.findall(r"\b(?:by|without)\s*\(([^)]*)\)", expression)
-    return {*selected, *(name.strip() for each in grouped for name in each.split(","))}
+    return {*selected, *(name.strip() for group in grouped for name in group.split(","))}
 
 
 def sample_names(page: str) -> Iterator[tuple[str, Any]]:

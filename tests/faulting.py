@@ -243,10 +243,10 @@ def _runs(
         with begin() as scene:
             counted.append(places(partial(act, scene)))
             yield scene, True
-    count, found = min(counted[1:], key=itemgetter(0))
+    count, functions = min(counted[1:], key=itemgetter(0))
     assert count >= least, "the act is not what it was"
     met = 0
-    for first in found:
+    for first in functions:
         place: Place | None = first
         struck = False
         while place is not None and not struck:
@@ -256,5 +256,5 @@ def _runs(
                 yield scene, done
             place = sooner(place)
         met += struck
-    print(f"{met} of {len(found)} met; there are {count}")
-    assert met >= 0.6 * len(found), "which functions are called may depend on other threads, but not by so much"
+    print(f"{met} of {len(functions)} met; there are {count}")
+    assert met >= 0.6 * len(functions), "which functions are called may depend on other threads, but not by so much"

@@ -84,8 +84,8 @@ class FakeDevice:
         self.published += 1
 
     def taken(self) -> list[tuple[int, int, int]]:
-        found, self._taken = self._taken, []
-        return found
+        pages, self._taken = self._taken, []
+        return pages
 
     def withdraw(self, keys: list[int]) -> None:
         self.listed = [entry for entry in self.listed if entry[0] not in keys]
@@ -95,8 +95,10 @@ class FakeDevice:
 
     def want(self, pages: int, asking: FakeModel | FakeCache | None = None) -> bool:
         """Makes so many pages free if it can: what the core does before it gives up."""
-        there = [each for each in self.listed if not isinstance(each[1], FakeCache) or each[1].entry(each[2][0][1])]
-        free = [each for each in there if not each[1].running or each[1] is asking]
+        there = [
+            offer for offer in self.listed if not isinstance(offer[1], FakeCache) or offer[1].entry(offer[2][0][1])
+        ]
+        free = [offer for offer in there if not offer[1].running or offer[1] is asking]
         if self.free + sum(map(_gives, free)) < pages:
             return False
         while self.free < pages:
@@ -169,8 +171,8 @@ class FakeModel:
 
     def slo(self, phase: str) -> float:
         """Seconds."""
-        found = self.tpot_slo if phase == "decode" else self.ttft_slo
-        return math.inf if found is None else found
+        limit = self.tpot_slo if phase == "decode" else self.ttft_slo
+        return math.inf if limit is None else limit
 
     def seconds(self, point: Point) -> float | None:
         self.asked += 1
@@ -239,8 +241,8 @@ def governed(
     device, clock = FakeDevice(pages), Clock()
     governor = Governor(device, bandwidth=options.pop("bandwidth", LINK), clock=clock, **options)
     them = [FakeModel(device, model.pop("name", "abcdef"[n]), **model) for n, model in enumerate(models)]
-    for each in them:
-        governor.add(each)
+    for client in them:
+        governor.add(client)
     return device, governor, clock, them
 
 
@@ -287,9 +289,9 @@ class FakeCache(PageClient):
         return []
 
     def offers(self) -> list[Offer]:
-        here = [each for each in range(self.pages) if each not in self.away]
-        idle = {each: Rung.PREFIX if self.only_cached and each in self.clean else Rung.IDLE_KV for each in here}
-        return [Offer(each, 1, each in self.clean, resting=each in self.resting, idle=idle[each]) for each in here]
+        here = [page for page in range(self.pages) if page not in self.away]
+        idle = {page: Rung.PREFIX if self.only_cached and page in self.clean else Rung.IDLE_KV for page in here}
+        return [Offer(page, 1, page in self.clean, resting=page in self.resting, idle=idle[page]) for page in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         return (self, [part(index)]) if index < self.pages and index not in self.away else None
@@ -303,7 +305,7 @@ class FakeCache(PageClient):
 
     def write_behind(self, pages: int) -> None:
         self.asked_to_copy.append(pages)
-        dirty = [each for each in range(self.pages) if each not in self.clean]
+        dirty = [page for page in range(self.pages) if page not in self.clean]
         if pages:
             self.clean |= {*dirty[:pages]}
             self.governor.client_changed(self.number)

@@ -58,15 +58,15 @@ class _Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        there = {each.untyped_storage().data_ptr() for each in given}
+        given = [tensor for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)]
+        there = {tensor.untyped_storage().data_ptr() for tensor in given}
         noted = tree_map_only(torch.Tensor, _At.of, (args, kwargs))
         result = function(*args, **kwargs)
-        made = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
-        new = [each if each.untyped_storage().data_ptr() not in there else None for each in made]
-        self.memory += [each for each in new if each is not None]
-        if function._schema.is_mutable or any(each is not None for each in new):
-            self.steps.append((function, *noted, [None if each is None else _At.of(each) for each in new]))
+        made = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, torch.Tensor)]
+        new = [tensor if tensor.untyped_storage().data_ptr() not in there else None for tensor in made]
+        self.memory += [tensor for tensor in new if tensor is not None]
+        if function._schema.is_mutable or any(tensor is not None for tensor in new):
+            self.steps.append((function, *noted, [None if tensor is None else _At.of(tensor) for tensor in new]))
         return result
 
 
@@ -103,7 +103,9 @@ class FakeGraph:
         with torch.no_grad(), install.stock():  # a replay allocates nothing
             for function, args, kwargs, outputs in self._notes.steps:
                 args, kwargs = tree_map_only(_At, _At.tensor, (args, kwargs))
-                made = [each for each in tree_flatten(function(*args, **kwargs))[0] if isinstance(each, torch.Tensor)]
+                made = [
+                    tensor for tensor in tree_flatten(function(*args, **kwargs))[0] if isinstance(tensor, torch.Tensor)
+                ]
                 for old, new in zip(outputs, made, strict=True):
                     if old is not None:
                         old.tensor().copy_(new)

@@ -64,8 +64,8 @@ def prompts(batch: int, longest: int) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     """What it makes of two prompts, [2, 9, vocabulary]."""
-    found: torch.Tensor = model(**prompts(2, 9)).logits
-    return found
+    scores: torch.Tensor = model(**prompts(2, 9)).logits
+    return scores
 
 
 def questions(name: str, batch: int, longest: int = 12, *, padded: bool = False) -> dict[str, torch.Tensor]:

@@ -57,41 +57,41 @@ class Watcher:
 
 def memfd_bytes(process: int, where: str) -> int:
     """Bytes that the kernel holds for the pool of a process, `where`: on the device or the host."""
-    found = {}
-    for each in Path(f"/proc/{process}/fd").iterdir():
+    sizes = {}
+    for path in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
-            if f"memfd:ballonet-{where}" in os.readlink(each):
-                status = os.stat(each)
-                found[status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
+            if f"memfd:ballonet-{where}" in os.readlink(path):
+                status = os.stat(path)
+                sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def watch(pid: int, path: Path) -> dict[str, int]:
     """Looks until the input ends. A budget that changes during a look counts as the larger of the two."""
     with path.open("rb") as file:
         limits = mmap.mmap(file.fileno(), LIMITS.size, prot=mmap.PROT_READ)
-    found = {"looks": 0, **{f"{what}_{place}": 0 for what in ("most", "over") for place in PLACES}}
+    counts = {"looks": 0, **{f"{what}_{place}": 0 for what in ("most", "over") for place in PLACES}}
     files = {place: descriptors(pid, place) for place in PLACES}
     print("watching", flush=True)
     while not select.select([sys.stdin], [], [], EVERY)[0]:
         before = LIMITS.unpack(limits[:])
-        there = {place: sum(os.stat(each).st_blocks * 512 for each in them) for place, them in files.items()}
+        there = {place: sum(os.stat(fd).st_blocks * 512 for fd in them) for place, them in files.items()}
         allowed = dict(zip(PLACES, map(max, before, LIMITS.unpack(limits[:])), strict=True))
-        found["looks"] += 1
+        counts["looks"] += 1
         for place in PLACES:
-            found[f"most_{place}"] = max(found[f"most_{place}"], there[place])
-            found[f"over_{place}"] += there[place] > allowed[place]
-    return found
+            counts[f"most_{place}"] = max(counts[f"most_{place}"], there[place])
+            counts[f"over_{place}"] += there[place] > allowed[place]
+    return counts
 
 
 def descriptors(pid: int, place: str) -> list[Path]:
     """One of each memfd: a process that has loaded several copies of the stand-in has one of each."""
-    found = {}
-    for each in Path(f"/proc/{pid}/fd").iterdir():
+    paths = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
-            if f"memfd:ballonet-{place}" in os.readlink(each):
-                found[os.stat(each).st_ino] = each
-    return list(found.values())
+            if f"memfd:ballonet-{place}" in os.readlink(path):
+                paths[os.stat(path).st_ino] = path
+    return list(paths.values())
 
 
 if __name__ == "__main__":

@@ -61,14 +61,14 @@ def in_pool(tensor: torch.Tensor, by: list[tuple[int, int]] | None = None) -> bo
 
 def bytes_that_exist(place: str = "device") -> int:
     """What the memfds of the device, or of the "host" or the "peer", hold, as the kernel counts it."""
-    found = {}
+    sizes = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # another thread may close one between the listing and the look
             if f"memfd:ballonet-{place}" in os.readlink(link):
                 status = os.stat(link)
-                found[status.st_ino] = status.st_blocks * 512
-    assert found, f"there is no memfd named ballonet-{place}"
-    return sum(found.values())
+                sizes[status.st_ino] = status.st_blocks * 512
+    assert sizes, f"there is no memfd named ballonet-{place}"
+    return sum(sizes.values())
 
 
 def take_out_leftovers() -> None:
@@ -104,15 +104,15 @@ def in_use() -> str:
     except BallonetError as error:
         lines.append(f"{error}; published: {device.published}")
     everything = gc.get_objects()
-    found = [each for each in everything if issubclass(type(each), torch.Tensor) and _in_pool(each, by)]
-    ours = [each for each in everything if str(type(each).__module__).startswith("ballonet.")]
-    names = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in ours)
+    tensors = [thing for thing in everything if issubclass(type(thing), torch.Tensor) and _in_pool(thing, by)]
+    ours = [thing for thing in everything if str(type(thing).__module__).startswith("ballonet.")]
+    names = Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in ours)
     lines.append(", ".join(f"{count} {name}" for name, count in sorted(names.items())))
-    having = [each for each in ours if type(each).__name__ in _HAVING or isinstance(each, BaseException)]
+    having = [thing for thing in ours if type(thing).__name__ in _HAVING or isinstance(thing, BaseException)]
     having.sort(key=lambda each: sum(type(each) is type(other) for other in having))  # what is rare says most
-    chosen = [*found[:8], *having[:8]]
-    holders = _holders(chosen, (everything, found, ours, having))
-    lines += [line for each in chosen for line in (_told(each), *_tree(each, holders))]
+    chosen = [*tensors[:8], *having[:8]]
+    holders = _holders(chosen, (everything, tensors, ours, having))
+    lines += [line for thing in chosen for line in (_told(thing), *_tree(thing, holders))]
     called = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         lines.append(f"thread {called.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
@@ -140,28 +140,28 @@ def _told(each: object) -> str:
 def _holders(of: list[object], but: tuple[object, ...]) -> dict[int, list[object]]:
     """By id of each of them, three of those who refer to it; of those, too; and so on. All are looked for at once, as
     each time all objects that there are are looked through."""
-    found: dict[int, list[object]] = {}
-    looked = {id(each) for each in (*but, of, found)}
-    while of and len(found) < 64:
-        wanted, following = {id(each) for each in of}, []
-        looked |= {id(each) for each in (of, following, wanted, *found.values())}
+    held_by: dict[int, list[object]] = {}
+    looked = {id(thing) for thing in (*but, of, held_by)}
+    while of and len(held_by) < 64:
+        wanted, following = {id(thing) for thing in of}, []
+        looked |= {id(thing) for thing in (of, following, wanted, *held_by.values())}
         for referrer in gc.get_referrers(*of):
             if id(referrer) not in looked and not _looks(referrer):
                 for held in {*map(id, gc.get_referents(referrer))} & wanted:
-                    found.setdefault(held, [])
-                    if len(found[held]) < 3:
-                        found[held].append(referrer)
+                    held_by.setdefault(held, [])
+                    if len(held_by[held]) < 3:
+                        held_by[held].append(referrer)
                         following.append(referrer)
-        of = list({id(each): each for each in following if id(each) not in found}.values())[:24]
-    return found
+        of = list({id(thing): thing for thing in following if id(thing) not in held_by}.values())[:24]
+    return held_by
 
 
 def _tree(of: object, holders: dict[int, list[object]], depth: int = 5) -> Iterator[str]:
     """One line each, and theirs further to the right."""
-    for each in holders.get(id(of), ()) if depth else ():
-        keys = [str(key) for key, value in each.items() if value is of] if type(each) is dict else []
-        yield f"    {_told(each)} {', '.join(keys)}"[:200]
-        yield from (f"    {line}" for line in _tree(each, holders, depth - 1))
+    for holder in holders.get(id(of), ()) if depth else ():
+        keys = [str(key) for key, value in holder.items() if value is of] if type(holder) is dict else []
+        yield f"    {_told(holder)} {', '.join(keys)}"[:200]
+        yield from (f"    {line}" for line in _tree(holder, holders, depth - 1))
 
 
 def _looks(each: object) -> bool:
@@ -182,10 +182,10 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
     take_out_leftovers()
     yield install
     gc.collect()
-    if (found := devices.current()) is not None:
-        found.device.check()
+    if (runtime := devices.current()) is not None:
+        runtime.device.check()
         assert bytes_that_exist() <= budget
-    del found
+    del runtime
     take_out()
 
 

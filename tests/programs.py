@@ -94,8 +94,8 @@ class Asked(Program):
         self.stdin, self.stdout = (said / "told").open("w"), self._out.open()
 
     def _told(self, said: Path) -> str:
-        for each in (said / "told", self._out):
-            os.mkfifo(each)
+        for pipe in (said / "told", self._out):
+            os.mkfifo(pipe)
         return str(said / "told")
 
     def wait(self, seconds: float = SECONDS) -> int | None:

@@ -111,8 +111,8 @@ def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Cl
     """The weights and the KV of an idle model would be the first to go, while it computes with them."""
     device, governor = late(100, clock, stream)
     slow, fast = FakeModel(device, "slow"), FakeModel(device, "fast")
-    for each in (slow, fast):
-        governor.add(each)
+    for client in (slow, fast):
+        governor.add(client)
     clock.now = 100.0
     stream.launch(0.0)
     governor.before(slow, Point("prefill", 1, 8))
@@ -150,8 +150,8 @@ def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: Late
 def test_who_is_about_to_run_keeps_the_buffers_of_the_cache_that_it_used_last(clock: Clock, stream: LateMarks) -> None:
     device, governor = late(40, clock, stream)
     model, other = FakeModel(device, "a"), FakeModel(device, "b", pages=(1,) * 8)
-    for each in (model, other):
-        governor.add(each)
+    for client in (model, other):
+        governor.add(client)
     device.kv = device.free - 2
     caches = []
     for seconds in (0.01, 0.01):

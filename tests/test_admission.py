@@ -30,77 +30,81 @@ memories = st.builds(Memory, amounts, amounts, amounts, st.integers(0, 40), st.j
 
 def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str, Where]:
     """Lines 2-22 with both errata, without staging: at the first request that does not fit the paper stops."""
-    found: dict[str, Where] = {}
+    where: dict[str, Where] = {}
     kv, activations, host = 0, 0, memory.host
     for phase in (True, False):
-        for each in (one for one in queue if one.decoding is phase):
-            if memory.total - (kv + activations + each.kv + each.activations) >= threshold:
-                found[each.request] = "device"
-                kv, activations = kv + each.kv, activations + each.activations
-            elif not phase and memory.total - (kv + activations + each.activations) >= threshold and each.kv <= host:
-                found[each.request] = "host"
-                activations, host = activations + each.activations, host - each.kv
+        for demand in (one for one in queue if one.decoding is phase):
+            if memory.total - (kv + activations + demand.kv + demand.activations) >= threshold:
+                where[demand.request] = "device"
+                kv, activations = kv + demand.kv, activations + demand.activations
+            elif (
+                not phase and memory.total - (kv + activations + demand.activations) >= threshold and demand.kv <= host
+            ):
+                where[demand.request] = "host"
+                activations, host = activations + demand.activations, host - demand.kv
             else:
-                return found
-    return found
+                return where
+    return where
 
 
 @given(queues(), memories)
 def test_it_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Memory) -> None:
-    queue = [replace(each, staging=0) for each in queue]
-    found = admit(queue, memory, replace(TUNING, patience=0))
-    assert found.where == as_printed(queue, memory, RESERVE)
-    assert found.passed == frozenset()
+    queue = [replace(demand, staging=0) for demand in queue]
+    admission = admit(queue, memory, replace(TUNING, patience=0))
+    assert admission.where == as_printed(queue, memory, RESERVE)
+    assert admission.passed == frozenset()
 
 
 @given(queues(), memories)
 def test_all_or_nothing_and_never_more_than_there_is(queue: list[Demand], memory: Memory) -> None:
-    found, by_name = admit(queue, memory, TUNING), {each.request: each for each in queue}
-    chosen = {name: by_name[name] for name in found.where}
-    on_device = [each for name, each in chosen.items() if found.where[name] == "device"]
-    on_host = [each for name, each in chosen.items() if found.where[name] == "host"]
-    assert found.kv == sum(each.kv for each in on_device)
-    assert found.activations == sum(each.activations for each in chosen.values()) + sum(e.staging for e in on_host)
-    assert not chosen or found.kv + found.activations + RESERVE <= max(memory.total, RESERVE)
-    assert sum(each.kv for each in on_host) <= memory.host
-    assert not any(each.decoding for each in on_host)
+    admission, by_name = admit(queue, memory, TUNING), {demand.request: demand for demand in queue}
+    chosen = {name: by_name[name] for name in admission.where}
+    on_device = [demand for name, demand in chosen.items() if admission.where[name] == "device"]
+    on_host = [demand for name, demand in chosen.items() if admission.where[name] == "host"]
+    assert admission.kv == sum(demand.kv for demand in on_device)
+    assert admission.activations == sum(demand.activations for demand in chosen.values()) + sum(
+        e.staging for e in on_host
+    )
+    assert not chosen or admission.kv + admission.activations + RESERVE <= max(memory.total, RESERVE)
+    assert sum(demand.kv for demand in on_host) <= memory.host
+    assert not any(demand.decoding for demand in on_host)
 
 
 @given(queues(), memories)
 def test_pools_suffice_after_the_balloon(queue: list[Demand], memory: Memory) -> None:
     """Each side takes what it lacks of what the other has too much of, and only then of others; the reserve stays.
     That the pages are there when a step of a loop wants them is in serving/test_batches.py."""
-    found = admit(queue, memory, TUNING)
-    kv, activations = memory.kv - found.kv, memory.activations - found.activations
+    admission = admit(queue, memory, TUNING)
+    kv, activations = memory.kv - admission.kv, memory.activations - admission.activations
     lacking = max(0, -kv) + max(0, -activations) - max(0, kv) - max(0, activations)
-    assert lacking + RESERVE <= memory.elsewhere or not found.where
+    assert lacking + RESERVE <= memory.elsewhere or not admission.where
 
 
 @given(queues(), memories)
 def test_nobody_is_passed_more_often_than_patience_allows(queue: list[Demand], memory: Memory) -> None:
-    found = admit(queue, memory, TUNING)
+    admission = admit(queue, memory, TUNING)
     looked = sorted(queue, key=lambda each: not each.decoding)
-    for at, each in enumerate(looked):
-        behind = {other.request for other in looked[at + 1 :]} & found.where.keys()
-        assert (each.request in found.passed) == (each.request not in found.where and bool(behind))
-        assert each.request not in found.passed or each.passed < TUNING.patience
+    for at, demand in enumerate(looked):
+        behind = {other.request for other in looked[at + 1 :]} & admission.where.keys()
+        assert (demand.request in admission.passed) == (demand.request not in admission.where and bool(behind))
+        assert demand.request not in admission.passed or demand.passed < TUNING.patience
 
 
 @given(queues(), st.integers(0, 60), st.randoms(use_true_random=False))
 def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra: int, random: object) -> None:
     """Every request that was admitted ends after some iterations, and gives back what it had."""
-    most = max((each.kv + each.activations for each in queue), default=0) + RESERVE + extra
-    waiting = [replace(each, passed=0, decoding=False) for each in queue]
+    most = max((demand.kv + demand.activations for demand in queue), default=0) + RESERVE + extra
+    waiting = [replace(demand, passed=0, decoding=False) for demand in queue]
     running: list[tuple[int, Demand]] = []
     for now in range(200):
-        running = [(end, each) for end, each in running if end > now]
-        free = most - sum(each.kv + each.activations for _, each in running)
-        found: Admission = admit(waiting, Memory(free, 0, reserve=RESERVE), TUNING)
-        running += [(now + 1 + random.randrange(5), each) for each in waiting if each.request in found.where]  # type: ignore[attr-defined]
+        running = [(end, demand) for end, demand in running if end > now]
+        free = most - sum(demand.kv + demand.activations for _, demand in running)
+        admission: Admission = admit(waiting, Memory(free, 0, reserve=RESERVE), TUNING)
+        running += [(now + 1 + random.randrange(5), demand) for demand in waiting if demand.request in admission.where]  # type: ignore[attr-defined]
         waiting = [
-            replace(each, passed=each.passed + (each.request in found.passed))
-            for each in waiting
-            if each.request not in found.where
+            replace(demand, passed=demand.passed + (demand.request in admission.passed))
+            for demand in waiting
+            if demand.request not in admission.where
         ]
     assert not waiting
 

@@ -46,8 +46,8 @@ def model() -> Iterator[Any]:
 
 def answers(model: Any, batch: int) -> torch.Tensor:
     asked = tokens(batch)
-    found: torch.Tensor = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=1)
-    return found
+    output: torch.Tensor = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=1)
+    return output
 
 
 def failed(model: Any, batch: int) -> torch.OutOfMemoryError:

@@ -74,8 +74,8 @@ def test_generate(implementation: str, heads: int, dtype: torch.dtype) -> None:
     for chaos in (None, 3):
         with testing.manage(model, chaos=chaos):
             for cache in (None, KVCache(model.config)):
-                found = run(model, cache)
-                assert all(torch.equal(*pair) for pair in zip(found, expected, strict=False)), chaos
+                outputs = run(model, cache)
+                assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=False)), chaos
             assert all(layer.elastic for layer in cache.layers)
 
 
@@ -101,14 +101,14 @@ def test_views_and_contiguous_tensors_give_the_same_bits(
         padded[0, :, :, : length // 3] = False
         masks = [None, causal, padded, torch.zeros(batch, 1, new, length, dtype=dtype).masked_fill(~padded, -1e4)]
         for mask in masks:
-            found, expected = (
+            ours, expected = (
                 scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=heads != kv_heads)
                 for k, v in ((keys, values), (keys.contiguous(), values.contiguous()))
             )
             if dim % 8:  # rows that do not start at a multiple of 16 bytes are added up in another order
-                assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+                assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
             else:
-                assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+                assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
 def attended(layer: Any, new: int, seed: int) -> torch.Tensor:

@@ -423,19 +423,19 @@ def test_peers_answer_or_say_why_not(run: ModuleType, tmp_path: Path, capsys: py
     program = tmp_path / "program.py"
     program.write_text(PEER.format(benchmarks=str(ROOT / "benchmarks")))
     chosen = harness.Options(tiny=True, cuda=False, program=program, benchmark="it")
-    with harness.peers(chosen, ("good", "raises", "dies"), {"good": {"VARIABLE": "set"}}) as found:
-        assert found["good"].ask("value", of=3) == ["good", 3, "set"]
+    with harness.peers(chosen, ("good", "raises", "dies"), {"good": {"VARIABLE": "set"}}) as peers:
+        assert peers["good"].ask("value", of=3) == ["good", 3, "set"]
         with pytest.raises(harness.PeerFailed, match="so it is"):
-            found["raises"].ask("value", of=3)
-        assert list(harness.answering(found, ("good",), "value", of=4)) == ["good"]
+            peers["raises"].ask("value", of=3)
+        assert list(harness.answering(peers, ("good",), "value", of=4)) == ["good"]
         said = capsys.readouterr().out
         assert "left out: raises" in said
         assert "left out: dies" in said
         assert "ended with status 3" in said
         assert "last words" in said
         with pytest.raises(harness.PeerFailed):
-            harness.answering(found, ("good", "raises"), "value", of=4)
-        assert found["good"].ask("value", of=5) == ["good", 5, "set"]
+            harness.answering(peers, ("good", "raises"), "value", of=4)
+        assert peers["good"].ask("value", of=5) == ["good", 5, "set"]
 
 
 def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
@@ -484,7 +484,7 @@ def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
         "machine": {"cpu": "A CPU", "cores": 16, "gpu": "NVIDIA H200", "driver": "580"},
         "tests": {"passed": 5, "failed": 1, "skipped": 3},
         "failed": ["tests/gpu/test_b.py: exit status 1"],
-        "skipped": ["flash: not here", *(f"tests/gpu/test_a.py: test_{each}[cuda:1]: no tool" for each in "xy")],
+        "skipped": ["flash: not here", *(f"tests/gpu/test_a.py: test_{letter}[cuda:1]: no tool" for letter in "xy")],
     }
     (alone, _, nothing), (both, rest, said) = (
         [text for _, _, text in figures.sections(results)] for results in ([cpu], [gpu, cpu])
@@ -536,8 +536,8 @@ def test_a_run_on_a_gpu_begins_with_a_preflight(
         monkeypatch.setattr(sys, "argv", ["run.py", *parts, "--results", str(tmp_path)])
         with pytest.raises(SystemExit, match=r"^0$"):
             run.main()
-        asked = [each for each in begun if "nvidia-smi" not in each and "git" not in each]
-        assert [each.split(" --out ")[0].removeprefix(f"{sys.executable} -m ballonet ") for each in asked] == expected
+        asked = [line for line in begun if "nvidia-smi" not in line and "git" not in line]
+        assert [line.split(" --out ")[0].removeprefix(f"{sys.executable} -m ballonet ") for line in asked] == expected
         if "preflight" in expected:
             assert asked[0].endswith("-preflight.json")
             assert str(tmp_path) in asked[0]

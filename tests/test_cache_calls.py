@@ -83,13 +83,13 @@ def update(states: list[torch.Tensor], cache: Any) -> list[torch.Tensor]:
 
 def states_of(layer: Any) -> list[Any]:
     """Beside keys and values: of the convolution, and the recurrent one."""
-    return [each[0] for name in ("conv_states", "recurrent_states") if (each := getattr(layer, name, None)) is not None]
+    return [held[0] for name in ("conv_states", "recurrent_states") if (held := getattr(layer, name, None)) is not None]
 
 
 def contents(cache: Any) -> list[Any]:
     """Copies of all that its layers hold."""
-    found = [(layer.keys, layer.values, *states_of(layer)) for layer in cache.layers]
-    return [None if part is None else part.clone() for parts in found for part in parts]
+    parts_of_layers = [(layer.keys, layer.values, *states_of(layer)) for layer in cache.layers]
+    return [None if part is None else part.clone() for parts in parts_of_layers for part in parts]
 
 
 def fill(cache: Any, layers: int, tokens: int, batch: int = 3) -> None:
@@ -104,7 +104,7 @@ def fill(cache: Any, layers: int, tokens: int, batch: int = 3) -> None:
 def changed(cache: Any, copied: Callable[[Any], Any]) -> list[Any]:
     """What a copy has once it was changed."""
     twin = copied(cache)
-    kinds, before = ([type(each) for each in (it, *it.layers)] for it in (twin, cache))
+    kinds, before = ([type(part) for part in (it, *it.layers)] for it in (twin, cache))
     assert kinds == before
     fill(twin, 1, 2)
     twin.reorder_cache(torch.tensor([1, 0, 0]))
@@ -173,7 +173,7 @@ def test_every_call_answers_as_stock_does(call: str, name: str, empty: bool) -> 
     config = config_of(name)
     ours, stock = KVCache(config), DynamicCache(config=config)
     layers = len(stock.layers) or 3
-    found: list[Any] = []
+    results: list[Any] = []
     for cache in (ours, stock):
         torch.manual_seed(1)
         fill(cache, 0 if empty else layers, 20)
@@ -183,5 +183,5 @@ def test_every_call_answers_as_stock_does(call: str, name: str, empty: bool) -> 
         batch = 3 if empty or not cache.get_seq_length() else cache.layers[0].keys.shape[0]
         more = [torch.randn(batch, 2, 4, 8) for _ in range(2)]
         answers.append(outcome(functools.partial(update, more), cache))
-        found.append(answers)
-    same(*found)
+        results.append(answers)
+    same(*results)

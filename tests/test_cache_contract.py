@@ -99,7 +99,7 @@ def test_a_conversation_goes_on_from_its_cache() -> None:
     """After each turn the cache is changed, and whoever looked at it before still sees what was there."""
 
     def run(model: Any) -> list[torch.Tensor]:
-        cache, ids, found = None, INPUTS["input_ids"], []
+        cache, ids, outputs = None, INPUTS["input_ids"], []
         for turn, between in enumerate(BETWEEN):
             out = model.generate(
                 ids, past_key_values=cache, max_new_tokens=9, do_sample=False, return_dict_in_generate=True
@@ -111,26 +111,26 @@ def test_a_conversation_goes_on_from_its_cache() -> None:
             between(cache)
             length = cache.get_seq_length()
             ids = torch.cat([out.sequences[:, :length], out.sequences[:, 3:7]], dim=1)
-            found += [out.sequences, *[layer.keys.clone() for layer in cache.layers if length]]
+            outputs += [out.sequences, *[layer.keys.clone() for layer in cache.layers if length]]
             with torch.no_grad():
                 model(ids[:, length : length + 1], past_key_values=cache)
             cache.crop(-1)
             same(views, before)
-        return found
+        return outputs
 
     as_stock(run)
 
 
 def from_embeddings(model: Any) -> torch.Tensor:
     embeddings = model.get_input_embeddings()(INPUTS["input_ids"]).detach()
-    found: torch.Tensor = model.generate(
+    tokens: torch.Tensor = model.generate(
         inputs_embeds=embeddings, attention_mask=INPUTS["attention_mask"], max_new_tokens=14, do_sample=False
     )
-    return found
+    return tokens
 
 
 def in_chunks(size: int, model: Any) -> list[torch.Tensor]:
-    found = [generate(model, "greedy", INPUTS, prefill_chunk_size=size).tokens]
+    outputs = [generate(model, "greedy", INPUTS, prefill_chunk_size=size).tokens]
     cache = KVCache(model.config) if managed(model) else DynamicCache(config=model.config)
     for start in range(0, 12, size):
         part = slice(start, start + size)
@@ -140,15 +140,15 @@ def in_chunks(size: int, model: Any) -> list[torch.Tensor]:
                 attention_mask=INPUTS["attention_mask"][:, : start + size],
                 past_key_values=cache,
             )
-        found.append(out.logits)
-    return [*found, generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(cache)).tokens]
+        outputs.append(out.logits)
+    return [*outputs, generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(cache)).tokens]
 
 
 class Letters:
     """The part of a tokenizer that a streamer asks for."""
 
     def decode(self, ids: Any, **_: Any) -> str:
-        return "".join(f"{int(each)} " for each in ids)
+        return "".join(f"{int(token)} " for token in ids)
 
 
 def streamed_from_a_thread(model: Any) -> torch.Tensor:
@@ -172,8 +172,8 @@ def greedy_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Ten
 
 
 def by_a_decoding_of_ones_own(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(INPUTS["input_ids"], custom_generate=greedy_loop, max_new_tokens=15)
-    return found
+    tokens: torch.Tensor = model.generate(INPUTS["input_ids"], custom_generate=greedy_loop, max_new_tokens=15)
+    return tokens
 
 
 @contextmanager
@@ -240,8 +240,8 @@ def test_a_cache_outlives_its_model_and_serves_an_equal_one() -> None:
     def go_on(model: Any) -> torch.Tensor:
         mine = copy.deepcopy(cache) if managed(model) else DynamicCache(list(cache), config=model.config)
         ids = torch.cat([torch.zeros(1, mine.get_seq_length(), dtype=torch.int64), more], dim=1)
-        found: torch.Tensor = model.generate(ids, past_key_values=mine, max_new_tokens=9, do_sample=False)
-        return found
+        tokens: torch.Tensor = model.generate(ids, past_key_values=mine, max_new_tokens=9, do_sample=False)
+        return tokens
 
     as_stock(go_on)
     same(tensors(cache), before)

@@ -30,8 +30,8 @@ def step(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         length = cache.get_seq_length() + tokens.shape[1]
         logits = model(tokens, attention_mask=mask[:, :length], past_key_values=cache).logits
-    found: torch.Tensor = logits[:, -1:].argmax(-1)
-    return found
+    ids: torch.Tensor = logits[:, -1:].argmax(-1)
+    return ids
 
 
 def decode(model: Any, cache: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -79,13 +79,13 @@ def test_several_generations_at_once(small_pages: int) -> None:
     with install.stock():
         shared, other, free = build("llama"), build("qwen2"), build("gpt2")
         expected = {id(model): generate(model, "greedy", INPUTS) for model in (shared, other, free)}
-    found: list[tuple[int, Output]] = []
+    outputs: list[tuple[int, Output]] = []
     errors: list[BaseException] = []
 
     def run(model: Any, make: Callable[[], Any]) -> None:
         try:
             for _ in range(3):
-                found.append((id(model), generate(model, "greedy", INPUTS, past_key_values=make())))
+                outputs.append((id(model), generate(model, "greedy", INPUTS, past_key_values=make())))
         except BaseException as error:
             errors.append(error)
             raise
@@ -104,9 +104,9 @@ def test_several_generations_at_once(small_pages: int) -> None:
         for thread in threads:
             thread.join()
         assert not errors
-        assert len(found) == 3 * len(works)
-        assert all(output.tokens.equal(expected[model].tokens) for model, output in found)
-        assert all(output.agrees(expected[model]) for model, output in found)
+        assert len(outputs) == 3 * len(works)
+        assert all(output.tokens.equal(expected[model].tokens) for model, output in outputs)
+        assert all(output.agrees(expected[model]) for model, output in outputs)
         for handle in (first, second):
             assert handle._weights.group.leases == 0
             assert chaos_of(handle) is not None

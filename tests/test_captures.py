@@ -77,8 +77,8 @@ def stock() -> list[Any]:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_listeners_come_and_go_in_any_order(graph: Graph, order: tuple[int, int]) -> None:
     before, both = stock(), (Hears("one"), Hears("two"))
-    for each in (*both, both[0]):
-        listen(each)
+    for listener in (*both, both[0]):
+        listen(listener)
     graph.capture_begin((0, 1), capture_error_mode="relaxed")
     graph.capture_end()
     assert graph.heard == [

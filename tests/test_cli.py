@@ -53,8 +53,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        *((each, "") for each in ("", "fly", "replay", "info --yaml", "info llama --batch 0", "info a b")),
-        *((each, "") for each in ("budget", "budget me", "budget 0", "budget 1 --timeout 0")),
+        *((line, "") for line in ("", "fly", "replay", "info --yaml", "info llama --batch 0", "info a b")),
+        *((line, "") for line in ("budget", "budget me", "budget 0", "budget 1 --timeout 0")),
         ("run", "arguments are required: PROGRAM\n"),
         ("run -m -c x", "a module (-m) or code (-c)\n"),
     ],

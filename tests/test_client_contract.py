@@ -81,8 +81,8 @@ class CacheInUse:
         self.ranges = CacheRanges(layers=1, expected=200)
         self.pairs = [(ElasticLayer(self.ranges), DynamicLayer()) for _ in range(2)]
         for seed, pair in enumerate(self.pairs):
-            for each in pair:
-                each.update(*tokens(100, seed))
+            for cache in pair:
+                cache.update(*tokens(100, seed))
         self.tier = tiers(kv_ranges(elastic for elastic, _ in self.pairs))[0]
         self.group = self.tier.client._group
         self.number = self.tier.number
@@ -115,8 +115,8 @@ class KeptState:
         self.number = self.pages.number
 
     def check(self) -> None:
-        with self.pages.read() as found:
-            assert all(map(torch.equal, found, self.expected))
+        with self.pages.read() as states:
+            assert all(map(torch.equal, states, self.expected))
 
 
 class SectorsOfRequests:
@@ -246,10 +246,10 @@ def case(request: pytest.FixtureRequest, device: Device) -> Iterator[list[Case]]
 
 
 def end(held: list[Case]) -> None:
-    for each in held:
-        each.check()
-        if isinstance(each, LayersOfAModel):
-            each.managed.release()
+    for client in held:
+        client.check()
+        if isinstance(client, LayersOfAModel):
+            client.managed.release()
     held.clear()
 
 
@@ -308,13 +308,13 @@ def test_pages_of_requests_that_run_are_offered_after_those_that_rest(device: De
 
 def test_an_entry_is_of_its_own_pages_and_names_what_is_there(device: Device, case: list[Case]) -> None:
     known = governors.of(device)
-    mine = [each for each in known.reclaim.candidates() if each.client == case[0].number]
-    for (state, candidate), each in zip(known._known.clients.of(mine), mine, strict=True):
+    mine = [offer for offer in known.reclaim.candidates() if offer.client == case[0].number]
+    for (state, candidate), offer in zip(known._known.clients.of(mine), mine, strict=True):
         entry = state.entry(candidate.index)
         assert entry is not None
         group, parts = entry
         assert group.leases == case[0].group.leases
-        assert sum(part[2] for part in parts) >= each.pages > 0
+        assert sum(part[2] for part in parts) >= offer.pages > 0
     assert known._known.clients.of([]) == []
 
 

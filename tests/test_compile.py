@@ -224,8 +224,8 @@ def test_inductor_on_a_cache_that_was_elastic() -> None:
     ours, stock = kv_cache(model), dynamic_cache(model)
     for index in range(6):
         states = [torch.randn(2, 3, 20 if index == 0 else 1, 8) for _ in range(3)]
-        found = (compiled if index == 2 else attend)(states, ours)
-        assert torch.allclose(found, attend(states, stock), atol=1e-6)
+        output = (compiled if index == 2 else attend)(states, ours)
+        assert torch.allclose(output, attend(states, stock), atol=1e-6)
         assert ours.layers[0].elastic == (index != 2)
     assert torch.equal(ours.layers[0].keys, stock.layers[0].keys)
     assert torch.equal(ours.layers[0].values, stock.layers[0].values)

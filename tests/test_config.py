@@ -80,7 +80,7 @@ def test_a_size_for_people_reads_back_to_two_digits(nbytes: int) -> None:
 @given(st.floats(1e-9, 1e5))
 def test_a_time_for_people_is_never_too_short(seconds: float) -> None:
     assert seconds <= parse_time(format_time(seconds)) * (1 + 1e-9) <= seconds * 1.0011
-    assert [format_time(each) for each in (0.0, 0.07, 4.0, 90)] == ["0 ms", "70 ms", "4000 ms", "90 s"]
+    assert [format_time(time) for time in (0.0, 0.07, 4.0, 90)] == ["0 ms", "70 ms", "4000 ms", "90 s"]
 
 
 @given(st.integers(1, 1000), st.sampled_from([("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)]))

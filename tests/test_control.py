@@ -71,8 +71,8 @@ def listening(folder: Path) -> Iterator[Listening]:
         return opened[-1]
 
     yield start
-    for each in opened:
-        each.close()
+    for listener in opened:
+        listener.close()
 
 
 def said(path: Path, *lines: bytes) -> bytes:
@@ -300,8 +300,8 @@ def test_it_looks_where_the_other_one_may_have_been_started(tmp_path: Path) -> N
     assert chosen[0] == tmp_path / "ballonet"
     assert Path(tempfile.gettempdir(), f"ballonet-{user}") in chosen
     for unusable in ("", "relative", str(tmp_path / "none")):
-        found = control_dirs({"XDG_RUNTIME_DIR": unusable})
-        assert found == tuple(path for path in chosen if path != chosen[0])
+        dirs = control_dirs({"XDG_RUNTIME_DIR": unusable})
+        assert dirs == tuple(path for path in chosen if path != chosen[0])
     assert len(set(chosen)) == len(chosen)
 
 

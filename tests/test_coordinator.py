@@ -38,15 +38,15 @@ SHAPES = [(4,) * 6, (1,) * 5, (5, 5), (2, 5, 1, 4), (3, 0, 3, 3), (6,), (0, 0)]
 def clients(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 2, 3, 3)) -> list[LinkClient]:
     """Models with much or little to hide copies behind. Drawn from lists, as what is drawn from a range is mostly at
     its ends, where nobody streams or nobody can."""
-    found = []
+    drawn = []
     for name in "abc"[: draw(st.sampled_from(counts))]:
         pages = draw(st.sampled_from(SHAPES))
         total = sum(pages)
         seconds = max(1, total) * PAGE / LINK * draw(st.sampled_from([0.4, 1, 2, 3]))
         slo = seconds * draw(st.sampled_from([1.1, 1.5, 3.0, 4.0, math.inf, 1.0] * 3 + [0.9]))
         available = total - draw(st.sampled_from([0, total // 8, total // 4, total // 3] * 6 + [total // 2, total]))
-        found.append(client(name, pages, seconds, slo, available, draw(st.sampled_from([False] * 6 + [True]))))
-    return found
+        drawn.append(client(name, pages, seconds, slo, available, draw(st.sampled_from([False] * 6 + [True]))))
+    return drawn
 
 
 bandwidths = st.sampled_from([0, 999, *range(LINK // 10, 2 * LINK, LINK // 20)])
@@ -75,17 +75,17 @@ def meets(it: LinkClient, interval: int, bandwidth: float) -> bool:
 @given(clients(), bandwidths, traffics)
 def test_the_choice_is_the_best_of_all_combinations(them: list[LinkClient], bandwidth: int, traffic: int) -> None:
     """Select-N, coordinator: equals brute force."""
-    found = share(them, bandwidth, traffic)
-    active = [each for each in them if not each.idle]
-    best = best_of_all([options(each) for each in active], max(0, bandwidth - traffic))
+    outcome = share(them, bandwidth, traffic)
+    active = [sharer for sharer in them if not sharer.idle]
+    best = best_of_all([options(sharer) for sharer in active], max(0, bandwidth - traffic))
     if best is None:
-        assert isinstance(found, Refusal)
+        assert isinstance(outcome, Refusal)
     else:
-        assert isinstance(found, Shares)
-        assert found.options == {each.name: option for each, option in zip(active, best, strict=True)}
-        assert found.rate <= max(0, bandwidth - traffic)
-        assert found.host == sum(option.host for option in best)
-        assert found.level == max((option.need for option in best), default=0)
+        assert isinstance(outcome, Shares)
+        assert outcome.options == {sharer.name: option for sharer, option in zip(active, best, strict=True)}
+        assert outcome.rate <= max(0, bandwidth - traffic)
+        assert outcome.host == sum(option.host for option in best)
+        assert outcome.level == max((option.need for option in best), default=0)
 
 
 @settings(max_examples=50)
@@ -110,13 +110,13 @@ def test_options_are_the_intervals_that_fit_and_meet_the_slo(them: list[LinkClie
 @given(clients(), bandwidths)
 def test_whoever_shares_the_link_meets_its_slo(them: list[LinkClient], bandwidth: int) -> None:
     """Every model asks for all that it could take, and the link serves all alike."""
-    found = share(them, bandwidth)
-    assume(isinstance(found, Shares))
-    assert isinstance(found, Shares)
-    sharing = [each for each in them if each.name in found.options]
-    got = fair([found.options[each.name].rate for each in sharing], bandwidth)
-    for each, bytes_per_second in zip(sharing, got, strict=True):
-        assert meets(each, found.options[each.name].interval, bytes_per_second), each.name
+    outcome = share(them, bandwidth)
+    assume(isinstance(outcome, Shares))
+    assert isinstance(outcome, Shares)
+    sharing = [sharer for sharer in them if sharer.name in outcome.options]
+    got = fair([outcome.options[sharer.name].rate for sharer in sharing], bandwidth)
+    for sharer, bytes_per_second in zip(sharing, got, strict=True):
+        assert meets(sharer, outcome.options[sharer.name].interval, bytes_per_second), sharer.name
 
 
 @settings(max_examples=40)
@@ -125,47 +125,47 @@ def test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up(
     them: list[LinkClient], moments: list[tuple[int, int]]
 ) -> None:
     """Select-N, coordinator: no violation under random bandwidth."""
-    assume(all(each.idle or options(replace(each, slo=math.inf)) for each in them))
+    assume(all(sharer.idle or options(replace(sharer, slo=math.inf)) for sharer in them))
     for bandwidth, traffic in moments:
         settled = share_running(them, bandwidth, traffic)
-        sharing = [each for each in them if not each.idle]
-        assert list(settled.shares.options) == [each.name for each in sharing]
-        got = fair([settled.shares.options[each.name].rate for each in sharing], max(0, bandwidth - traffic))
-        for each, bytes_per_second in zip(sharing, got, strict=True):
-            option = settled.shares.options[each.name]
-            assert each.costs.plan(option.interval).device_pages <= each.available
-            assert each.name in settled.missed or meets(each, option.interval, bytes_per_second)
+        sharing = [sharer for sharer in them if not sharer.idle]
+        assert list(settled.shares.options) == [sharer.name for sharer in sharing]
+        got = fair([settled.shares.options[sharer.name].rate for sharer in sharing], max(0, bandwidth - traffic))
+        for sharer, bytes_per_second in zip(sharing, got, strict=True):
+            option = settled.shares.options[sharer.name]
+            assert sharer.costs.plan(option.interval).device_pages <= sharer.available
+            assert sharer.name in settled.missed or meets(sharer, option.interval, bytes_per_second)
         for name in settled.missed:
-            assert isinstance(share([each for each in them if not each.idle], bandwidth, traffic), Refusal), name
+            assert isinstance(share([member for member in them if not member.idle], bandwidth, traffic), Refusal), name
 
 
 @settings(max_examples=50)
 @given(clients(), bandwidths)
 def test_a_refusal_says_what_would_work(them: list[LinkClient], bandwidth: int) -> None:
-    found = share(them, bandwidth)
-    assume(isinstance(found, Refusal))
-    assert isinstance(found, Refusal)
-    names = [each.name for each in them]
-    index = names.index(found.model)
+    refusal = share(them, bandwidth)
+    assume(isinstance(refusal, Refusal))
+    assert isinstance(refusal, Refusal)
+    names = [sharer.name for sharer in them]
+    index = names.index(refusal.model)
     before, refused = them[:index], them[index]
     assert isinstance(share(before, bandwidth), Shares), "those before it go together"
-    assert found.model in str(found)
+    assert refusal.model in str(refusal)
 
     def accepted(bandwidth: int = bandwidth, **changes: object) -> bool:
         return isinstance(share([*before, replace(refused, **changes)], bandwidth), Shares)  # type: ignore[arg-type]
 
     assert not accepted()
-    if found.slo is not None:
-        assert found.slo > refused.slo
-        assert accepted(slo=found.slo), "the nearest SLO"
-        assert not accepted(slo=found.slo * 0.9999)
-    if found.pages is not None and refused.slo < math.inf:
-        assert accepted(available=found.pages), "the nearest memory"
-        assert found.pages == 0 or not accepted(available=found.pages - 1)
-    if found.bandwidth is not None:
-        assert accepted(found.bandwidth), "the nearest bandwidth"
-        assert not accepted(found.bandwidth - 1)
-    assert (found.reason == "memory") == (not options(replace(refused, slo=math.inf)))
+    if refusal.slo is not None:
+        assert refusal.slo > refused.slo
+        assert accepted(slo=refusal.slo), "the nearest SLO"
+        assert not accepted(slo=refusal.slo * 0.9999)
+    if refusal.pages is not None and refused.slo < math.inf:
+        assert accepted(available=refusal.pages), "the nearest memory"
+        assert refusal.pages == 0 or not accepted(available=refusal.pages - 1)
+    if refusal.bandwidth is not None:
+        assert accepted(refusal.bandwidth), "the nearest bandwidth"
+        assert not accepted(refusal.bandwidth - 1)
+    assert (refusal.reason == "memory") == (not options(replace(refused, slo=math.inf)))
 
 
 def test_alone_it_gets_the_smallest_interval_that_meets_its_slo() -> None:
@@ -187,11 +187,11 @@ def test_models_larger_than_their_memory_share_a_link_that_neither_could_leave_t
     """Each would take all of the link that it gets, so that their rates add up to twice the bandwidth; but either has
     time to spare, and half the link is enough."""
     them = [client(name, slo=0.2, available=20) for name in "ab"]
-    found = share(them, LINK)
-    assert isinstance(found, Shares)
-    assert all(option.host == 80_000 for option in found.options.values())
-    assert sum(option.rate for option in found.options.values()) > LINK
-    tighter = share([replace(each, slo=0.15) for each in them], LINK)
+    shares = share(them, LINK)
+    assert isinstance(shares, Shares)
+    assert all(option.host == 80_000 for option in shares.options.values())
+    assert sum(option.rate for option in shares.options.values()) > LINK
+    tighter = share([replace(sharer, slo=0.15) for sharer in them], LINK)
     assert isinstance(tighter, Refusal)
     assert (tighter.model, tighter.reason) == ("b", "link")
     assert tighter.slo is None, "at any SLO it would take half the link, and the other needs more than that"
@@ -200,9 +200,9 @@ def test_models_larger_than_their_memory_share_a_link_that_neither_could_leave_t
 
 def test_refusals_in_words() -> None:
     def words(it: LinkClient) -> str:
-        found = share([it], LINK)
-        assert isinstance(found, Refusal)
-        return str(found)
+        refusal = share([it], LINK)
+        assert isinstance(refusal, Refusal)
+        return str(refusal)
 
     assert words(client("a", available=5)) == (
         "a: its layers do not fit, even if all of them stream. What would do: 20 device pages for its layers."

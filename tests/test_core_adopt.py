@@ -86,16 +86,16 @@ def test_pages_come_with_their_bytes_and_a_failure_leaves_them_where_they_were()
 @contextmanager
 def reading(address: int, right: bytes) -> Iterator[list[int]]:
     """A thread that compares these bytes as often as it can, without the lock of the interpreter; what came of it."""
-    found, done = [0], threading.Event()
+    differences, done = [0], threading.Event()
 
     def read() -> None:
         while not done.is_set():
-            found.append(LIBC.memcmp(ctypes.c_void_p(address), right, len(right)))
+            differences.append(LIBC.memcmp(ctypes.c_void_p(address), right, len(right)))
 
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        yield found
+        yield differences
     finally:
         done.set()
         thread.join(600)
@@ -104,7 +104,7 @@ def reading(address: int, right: bytes) -> Iterator[list[int]]:
 def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
     """By a thread that holds no lease, at any moment: where pages leave, come back, move, and where a driver fails."""
     layer = Layer(core, MANY)
-    with reading(layer.range.address, b"".join(bytes([n]) * PAGE for n in range(MANY))) as found:
+    with reading(layer.range.address, b"".join(bytes([n]) * PAGE for n in range(MANY))) as differences:
         for n in range(20):
             assert layer.adopt()
             assert layer.range.move(n, "host")
@@ -116,5 +116,5 @@ def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
                 disarm()
             assert layer.range.leads_to(0) == "alias" or layer.leave()
             layer.fill()
-            eventually(lambda n=n: len(found) > n + 1)  # read in each round
-    assert set(found) == {0}
+            eventually(lambda n=n: len(differences) > n + 1)  # read in each round
+    assert set(differences) == {0}

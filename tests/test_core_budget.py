@@ -277,7 +277,7 @@ def test_asking_threads_go_on_while_others_change_the_budget(pool: ThreadPoolExe
                 met += 1
                 assert physical() <= pages * PAGE
         done.set()
-        assert all(each.result() > 0 for each in asking)
+        assert all(future.result() > 0 for future in asking)
         assert met > 6
         assert one.intact()
 
@@ -305,18 +305,18 @@ def test_ctrl_c_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
 @pytest.fixture
 def usr1() -> Iterator[list[object]]:
     """What is called, in order, when the signal comes; where a call raises, the error."""
-    found: list[object] = []
+    works: list[object] = []
 
     def handle(number: int, frame: object) -> None:
-        work = found.pop(0)
+        work = works.pop(0)
         assert callable(work)
         try:
-            found.append(work())
+            works.append(work())
         except BudgetInUse as error:
-            found.append(error)
+            works.append(error)
 
     before = signal.signal(signal.SIGUSR1, handle)
-    yield found
+    yield works
     signal.signal(signal.SIGUSR1, before)
 
 

@@ -62,10 +62,10 @@ def test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more(co
 
 def best(cached: list[Cached], pieces: int, expected: int) -> Cached | None:
     """The paper's rule over all of them; where none has so much mapped, the one with most."""
-    fitting = [each for each in cached if each.pieces >= pieces and each.mapped >= expected]
+    fitting = [range_ for range_ in cached if range_.pieces >= pieces and range_.mapped >= expected]
     if fitting:
         return min(reversed(fitting), key=lambda each: (each.mapped, each.pieces))
-    others = [each for each in cached if each.pieces >= pieces]
+    others = [range_ for range_ in cached if range_.pieces >= pieces]
     return min(reversed(others), key=lambda other: (-other.mapped, other.pieces), default=None)
 
 

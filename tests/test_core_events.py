@@ -106,9 +106,9 @@ def test_the_oldest_go_where_nobody_asks() -> None:
     with opened(budget=2) as core:
         for pages in range(8192 + 10):
             core.device.set_budget((pages + 2) * PAGE)
-        found = rows(core)
-        assert len(found) == 8192
-        assert (found[0][1], found[-1][1]) == (12, 8192 + 11)
+        events = rows(core)
+        assert len(events) == 8192
+        assert (events[0][1], events[-1][1]) == (12, 8192 + 11)
 
 
 # -- the timeline

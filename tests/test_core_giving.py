@@ -23,9 +23,9 @@ def decoder_layer(core: Core, cache: Layer, residual: int, hidden: int) -> int:
     def normed() -> int:
         square = put(hidden)
         drop(square)
-        scaled, found = put(hidden), put(hidden)
+        scaled, normalized = put(hidden), put(hidden)
         drop(scaled)
-        return found
+        return normalized
 
     rows = normed()
     query, key, value = put(hidden), put(hidden // 2), put(hidden // 2)
@@ -35,26 +35,26 @@ def decoder_layer(core: Core, cache: Layer, residual: int, hidden: int) -> int:
         drop(turned)
     drop(rows)
     cache.range.map(0, PIECES)
-    for each in (key, value):
-        drop(each)
+    for tensor in (key, value):
+        drop(tensor)
     seen = put(hidden)
     drop(query)
     summed = put(hidden)
-    for each in (seen, residual):
-        drop(each)
+    for tensor in (seen, residual):
+        drop(tensor)
     rows = normed()
     gate, active = put(4 * hidden), put(4 * hidden)
     drop(gate)
     up, product = put(4 * hidden), put(4 * hidden)
-    for each in (active, up):
-        drop(each)
+    for tensor in (active, up):
+        drop(tensor)
     down = put(hidden)
-    for each in (product, rows):
-        drop(each)
-    found = put(hidden)
-    for each in (down, summed):
-        drop(each)
-    return found
+    for tensor in (product, rows):
+        drop(tensor)
+    output = put(hidden)
+    for tensor in (down, summed):
+        drop(tensor)
+    return output
 
 
 def prefill(core: Core, hidden: int) -> Iterator[int]:
@@ -66,7 +66,7 @@ def prefill(core: Core, hidden: int) -> Iterator[int]:
     ]
     residual = core.device.allocate(hidden)
     for number, cache in enumerate(caches):
-        core.device.publish([each.entry(n) for n, each in enumerate(caches[:number]) if each.range.backed])
+        core.device.publish([space.entry(n) for n, space in enumerate(caches[:number]) if space.range.backed])
         before = calls()
         residual = decoder_layer(core, cache, residual, hidden)
         after = calls()
@@ -78,11 +78,11 @@ def prefill(core: Core, hidden: int) -> Iterator[int]:
 def test_a_layer_whose_cache_takes_from_others_maps_no_activations_anew(page: int) -> None:
     """Pages of a cache are mapped, and those of another for which they leave; of activations one wide block moves."""
     with opened(page=page, budget=60, host_budget=PIECES * LAYERS) as core:
-        found = [*prefill(core, HIDDEN * page // 100)]
+        counts = [*prefill(core, HIDDEN * page // 100)]
     cache = PIECES * (1 + 3)  # one that comes; one that leaves: a page of the host, which is shown in its place
     wide = -(-4 * HIDDEN // 100)
-    assert found[3:8] == [PIECES] * 5, "while there is room"
-    assert max(found[10:]) <= cache + 2 * wide
+    assert counts[3:8] == [PIECES] * 5, "while there is room"
+    assert max(counts[10:]) <= cache + 2 * wide
 
 
 def inflated(core: Core) -> list[int]:

@@ -168,10 +168,10 @@ def test_torch_goes_on_beyond_the_budget_and_one_is_told_once(pool: _native.Devi
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tensors = [torch.full((2**18,), float(n)) for n in range(7)]  # 7 MiB
-    assert [str(each.message).count("BALLONET_SPILL=0") for each in caught] == [1]
+    assert [str(warning.message).count("BALLONET_SPILL=0") for warning in caught] == [1]
     assert [in_pool(tensor) for tensor in tensors] == sorted((in_pool(tensor) for tensor in tensors), reverse=True)
     assert not in_pool(tensors[-1])
-    assert all((each == n).all() for n, each in enumerate(tensors))
+    assert all((tensor == n).all() for n, tensor in enumerate(tensors))
     assert torch.stack(tensors).sum() == 2**18 * 21
     assert bytes_that_exist() <= 4 * 2**20
     assert 3 * 2**20 <= bytes_that_exist("host") <= 16 * 2**20

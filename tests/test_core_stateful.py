@@ -154,12 +154,12 @@ class Entry:
 
     def pieces(self) -> list[Piece]:
         """The pieces of all parts in turns, the first ones first."""
-        found = [
+        placed = [
             (i, number, Piece(home, i, twin, at + i - span.start))
             for number, (home, span, twin, at) in enumerate(self.parts)
             for i in span
         ]
-        return [piece for *_, piece in sorted(found, key=lambda each: each[:2])]
+        return [piece for *_, piece in sorted(placed, key=lambda each: each[:2])]
 
     def as_then(self, piece: Piece) -> bool:
         home, i, twin, j = piece
@@ -344,7 +344,7 @@ class Machine(RuleBasedStateMachine):
             assert time > self.last_take
             self.last_take = time
             self.reclaimed += pages
-            (entry,) = (each for each in self.entries if each.key == key)
+            (entry,) = (candidate for candidate in self.entries if candidate.key == key)
             pieces = entry.pieces()
             if entry.limit is not None:
                 entry.limit -= pages
@@ -421,7 +421,7 @@ class Machine(RuleBasedStateMachine):
         kinds = [(kind, count) for _, kind, count, *_ in self.device.events()]
         if exact:
             assert self.given == ([] if refused else offered.given)
-            assert [each for each in kinds if each[0] == "refuse"] == [("refuse", pieces)] * refused
+            assert [kind for kind in kinds if kind[0] == "refuse"] == [("refuse", pieces)] * refused
             assert [count for kind, count in kinds if kind == "take"] == [count for _, count in self.given]
         if refused and offered.leased and offered.ready + offered.leased >= missing:
             self.wanted = max(self.wanted, pages) if exact and self.wanted is not None else None
@@ -467,10 +467,10 @@ class Machine(RuleBasedStateMachine):
         assert made is not None
         self.announced = self.announced or (more > 0 and owner == "kv")
         self.follow = self.follow or self.announced
-        self.closed = [each for each in self.closed if each.range.address != made.address]
+        self.closed = [other for other in self.closed if other.range.address != made.address]
         if owner == "kv" and reuse and cached:
             fitting = [address for address, (size, _) in cached.items() if size >= pieces]
-            keys = {each: self.fit(*cached[each], expected) for each in fitting}
+            keys = {address: self.fit(*cached[address], expected) for address in fitting}
             assert (made.address in fitting) == bool(fitting)
             assert not fitting or made.address == min(reversed(fitting), key=lambda each: keys[each])
             stretch = cached[made.address][0] if fitting else pieces
@@ -484,7 +484,7 @@ class Machine(RuleBasedStateMachine):
 
     def cached(self) -> dict[int, tuple[int, int]]:
         """Address -> pieces, and pages: closed ranges of KV whose pages are still there. Pre: nothing retires."""
-        table, found = AddressTable(self.page), {}
+        table, stretches = AddressTable(self.page), {}
         others = [(address, nbytes) for address, nbytes, *_ in self.device.segments() if address]
         others += [(s.range.address, s.stretch * self.page) for s in self.spaces if not s.closed]
         for space in self.closed:
@@ -495,8 +495,8 @@ class Machine(RuleBasedStateMachine):
                 continue
             mapped = sum(table.place(address + i * self.page) == "device" for i in range(space.stretch))
             if mapped:
-                found[address] = space.stretch, mapped
-        return found
+                stretches[address] = space.stretch, mapped
+        return stretches
 
     def fit(self, pieces: int, mapped: int, expected: int) -> tuple[bool, int, int]:
         """The less the better (eLLM §4.2.2)."""
@@ -513,7 +513,7 @@ class Machine(RuleBasedStateMachine):
             return
         new = [i for i in span if space.pages[i] is None]
         named = {
-            each for entry in self.entries for home, i, twin, j in entry.pieces() for each in ((home, i), (twin, j))
+            side for entry in self.entries for home, i, twin, j in entry.pieces() for side in ((home, i), (twin, j))
         }
         lacks = self.faulty or self.must_stay() + len(new) > self.budget  # a page that cannot be made lacks, too
         if named & {(space, i) for i in span} and place == "device" and lacks:
@@ -547,14 +547,14 @@ class Machine(RuleBasedStateMachine):
         if self.faulty or self.follow or before["ahead"] or done is None or self.given:
             return done
         after, now, still = self.device.snapshot(), self.cached(), self.kept()
-        mapped = [each["driver_calls"]["cuMemMap"] for each in (before, after)]
+        mapped = [snapshot["driver_calls"]["cuMemMap"] for snapshot in (before, after)]
         assert mapped[1] - mapped[0] == leads.count("none")  # what is kept is there
         kept[space] -= leads.count("kept")
-        spare = sum(pages for each, pages in kept.items() if each.keeps)
+        spare = sum(pages for holder, pages in kept.items() if holder.keeps)
         lacking = leads.count("none") - (before["pages"]["free"] - spare - leads.count("kept"))
         new_ones, may = after["created"] - before["created"], self.budget - before["created"]
         assert new_ones == min(max(0, lacking), may) if lacking <= may + spare else new_ones <= may
-        assert all(still[each] == pages for each, pages in kept.items() if each.keeps) or new_ones == may
+        assert all(still[holder] == pages for holder, pages in kept.items() if holder.keeps) or new_ones == may
         left = [now.get(address, (0, 0))[1] for address in cached]
         touched = [n for n, (_, pages) in enumerate(cached.values()) if left[n] < pages]
         assert not touched or not any(left[: max(touched)])
@@ -639,7 +639,7 @@ class Machine(RuleBasedStateMachine):
         there."""
         if (space := self.a_space(n)) is None:
             return
-        homes = [each for each in self.spaces if self.kind(each) == self.kind(space) and not each.closed]
+        homes = [other for other in self.spaces if self.kind(other) == self.kind(space) and not other.closed]
         spare = homes[m % len(homes)]
         pairs = [
             (i, j, home)
@@ -695,9 +695,9 @@ class Machine(RuleBasedStateMachine):
     def drop_kept(self, n: int, kept: bool) -> None:
         self.settle()
         pieces = [(space, i) for space in self.spaces if not space.closed for i in range(len(space.pages))]
-        if (found := pick([each for each in pieces if (each[0].range.leads_to(each[1]) == "kept") == kept], n)) is None:
+        if (taken := pick([pair for pair in pieces if (pair[0].range.leads_to(pair[1]) == "kept") == kept], n)) is None:
             return
-        (space, piece), before = found, faults_fired()
+        (space, piece), before = taken, faults_fired()
         dropped = space.range.drop_kept(piece)
         assert dropped == kept or faults_fired() > before
         assert not dropped or space.range.leads_to(piece) == "none"
@@ -820,7 +820,7 @@ class Machine(RuleBasedStateMachine):
         self.attempt(lambda: (space.range.close(), True))
         space.closed = True
         self.gone(space, every)
-        self.closed = [each for each in self.closed if each.range.address != space.range.address] + [space]
+        self.closed = [other for other in self.closed if other.range.address != space.range.address] + [space]
         if again or not self.faulty:
             self.settle()
         if stay and not self.follow:  # or they serve what is mapped ahead
@@ -830,7 +830,7 @@ class Machine(RuleBasedStateMachine):
             pieces = len(space.pages)
             owner = "weights" if ends[1] % 2 == 0 else space.range.owner
             self.reserve(pieces, owner, space.group, ends[0] % pieces, True, 0, False)
-            self.map(len([each for each in self.spaces if not each.closed]) - 1, ends, "device")
+            self.map(len([other for other in self.spaces if not other.closed]) - 1, ends, "device")
 
     @everywhere
     @rule(n=NTH, stream=st.integers(0, STREAMS))
@@ -849,7 +849,7 @@ class Machine(RuleBasedStateMachine):
     def publish(self, drawn: list[tuple[int, int, int, bool, int | None]], own: bool, anything: bool) -> None:
         """`drawn`: parts, as (piece, twin's piece, count, does it go with the part before?, limit). `own`: once what
         was taken is back. `anything`: also what cannot be taken."""
-        for n, space in enumerate(each for each in self.spaces if not each.closed):
+        for n, space in enumerate(other for other in self.spaces if not other.closed):
             for i in range(len(space.pages) * own):
                 if space.alias[i] and not space.doomed[i] and self.must_stay() < self.budget:
                     self.own(n, (i, i))
@@ -864,7 +864,7 @@ class Machine(RuleBasedStateMachine):
                 for one, i in every
                 if anything or (one.owns(i) and (page := one.pages[i]) and page.place == "device" and shown[page] == 1)
             ]
-            if (home := pick([each for each in homes if each not in used], n)) is None:
+            if (home := pick([candidate for candidate in homes if candidate not in used], n)) is None:
                 continue
             twins = [
                 (one, i)
@@ -872,7 +872,7 @@ class Machine(RuleBasedStateMachine):
                 if one is not home[0] and one.group == home[0].group and one.range.owner == "weights"
                 if anything or not (page := one.pages[i]) or page.place != "device"
             ]
-            if (twin := pick([each for each in twins if each not in used], m)) is None:
+            if (twin := pick([candidate for candidate in twins if candidate not in used], m)) is None:
                 continue
             count = min(count, len(home[0].pages) - home[1], len(twin[0].pages) - twin[1])
             pieces = {(one, at + i) for one, at in (home, twin) for i in range(count)}
@@ -885,7 +885,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 parts.append([part])
                 limits.append(limit)
-        self.entries = [Entry(next(self.keys), *each) for each in zip(parts, limits, strict=True)]
+        self.entries = [Entry(next(self.keys), *fields) for fields in zip(parts, limits, strict=True)]
         limited = {entry.key: entry.limit for entry in self.entries if entry.limit is not None}
         self.device.publish([entry.native(self.groups) for entry in self.entries], limited)
 
@@ -930,10 +930,10 @@ class Machine(RuleBasedStateMachine):
     def lead_to_another(self, n: int) -> None:
         """All pieces of the nth range lead to one page, which no entry gives."""
         named = {(home, i) for entry in self.entries for home, i, *_ in entry.pieces()}
-        others = [(each, j) for each in self.spaces for j in range(len(each.pages)) if each.owns(j)]
-        if (space := self.a_space(n)) and (found := pick([other for other in others if other not in named], n)):
+        others = [(other, j) for other in self.spaces for j in range(len(other.pages)) if other.owns(j)]
+        if (space := self.a_space(n)) and (target := pick([other for other in others if other not in named], n)):
             for i in range(len(space.pages)):
-                self.lead(space, i, *found)
+                self.lead(space, i, *target)
 
     @precondition(lambda self: self.entries)
     @rule(n=NTH, which=NTH, how=st.sampled_from(["again", "twin", "doom", "lead", "close"]))

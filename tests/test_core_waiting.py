@@ -192,8 +192,8 @@ def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None
         both = [pool.submit(new.map, first, 6) for first in (0, 2)]
         eventually(lambda: gate.waiting() == 2)
         gate.open()
-        for each in both:
-            each.result()
+        for future in both:
+            future.result()
         assert [new.leads_to(piece) for piece in range(8)] == ["device"] * 8
 
 
@@ -275,10 +275,10 @@ def test_all_copies_share_two_streams(core: Core) -> None:
                 transfer.copy([(target.address, source.address, PAGE)], after=0, owner="weights", to=to).before(0)
             del transfer
 
-    found = own_calls(core.device, forty)
-    assert found["cuStreamCreate"] == 2
-    assert not found.keys() & {"cuStreamDestroy", "cuStreamSynchronize", "cuCtxSynchronize"}
-    assert found["cuMemcpyAsync"] == 80
+    calls = own_calls(core.device, forty)
+    assert calls["cuStreamCreate"] == 2
+    assert not calls.keys() & {"cuStreamDestroy", "cuStreamSynchronize", "cuCtxSynchronize"}
+    assert calls["cuMemcpyAsync"] == 80
 
 
 def test_a_stream_that_was_destroyed_costs_one_synchronisation(core: Core) -> None:
@@ -356,8 +356,8 @@ def test_the_default_streams_of_threads_share_a_handle_and_no_block(core: Core, 
     legacy, per_thread, device = 0, 2, core.device
     device.note_stream(per_thread)
     some = weights(core)
-    found = own_calls(device, lambda: (some.retire(0, 2), device.reap(wait=True)))
-    assert "cuCtxSynchronize" not in found
+    calls = own_calls(device, lambda: (some.retire(0, 2), device.reap(wait=True)))
+    assert "cuCtxSynchronize" not in calls
     block = device.allocate(4096, per_thread)
     gate.close(EVENTS)
     device.deallocate(block)  # another thread's stream of this handle may not have it yet

@@ -162,23 +162,23 @@ def test_a_tensor_is_freed_by_another_thread(device: _native.Device) -> None:
 
 def test_a_stock_section_is_for_its_thread_only(device: _native.Device) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    found: dict[str, bool] = {}
+    pooled: dict[str, bool] = {}
 
     def stay_inside() -> None:
         with stock():
             inside.set()
             go_on.wait()
-            found["other"] = in_pool(torch.ones(1000))
+            pooled["other"] = in_pool(torch.ones(1000))
 
     thread = threading.Thread(target=stay_inside)
     thread.start()
     inside.wait()
-    found["here"] = in_pool(torch.ones(1000))
+    pooled["here"] = in_pool(torch.ones(1000))
     with stock(), stock():
         nested = torch.ones(1000)
     go_on.set()
     thread.join()
-    assert found == {"here": True, "other": False}
+    assert pooled == {"here": True, "other": False}
     assert not in_pool(nested)
     assert in_pool(torch.ones(1000))
     nested.resize_(5000)

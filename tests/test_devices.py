@@ -37,9 +37,9 @@ def two(tuned: Tuned) -> Iterator[tuple[Runtime, Runtime]]:
     started = devices.start(FIRST), devices.start(SECOND, number=1)
     yield started
     gc.collect()
-    for each in started:
-        each.device.check()
-        devices.stop(each.number)
+    for runtime in started:
+        runtime.device.check()
+        devices.stop(runtime.number)
     assert devices.current() is None
 
 
@@ -69,7 +69,7 @@ def test_each_device_has_one_runtime(two: tuple[Runtime, Runtime]) -> None:
     first, second = two
     assert devices.every() == two
     assert (devices.of(0), devices.of(1), devices.of()) == (first, second, first)
-    assert [devices.holding(each.device) for each in two] == [*two]
+    assert [devices.holding(runtime.device) for runtime in two] == [*two]
     with pytest.raises(InstallError, match="already"):
         devices.start(SECOND, number=1)
     assert devices.current(2) is None
@@ -79,11 +79,11 @@ def test_each_device_has_one_runtime(two: tuple[Runtime, Runtime]) -> None:
 
 def test_settings_governors_and_events_are_of_one_runtime(two: tuple[Runtime, Runtime]) -> None:
     first, second = two
-    mine, theirs = (governors.of(each.device) for each in two)
+    mine, theirs = (governors.of(runtime.device) for runtime in two)
     assert mine is not theirs
     assert (governors.of(first.device), governors.of(second.device)) == (mine, theirs)
-    assert [each.settings.reserve for each in two] == [5.0, 7.0]
-    assert [each.device.page_size for each in two] == [4096, 8192]
+    assert [runtime.settings.reserve for runtime in two] == [5.0, 7.0]
+    assert [runtime.device.page_size for runtime in two] == [4096, 8192]
     assert (mine.events, theirs.events) == (first.events, second.events)
     second.events.decided("lend", "pull", 3)
     assert first.events.counts() == {}
@@ -91,15 +91,15 @@ def test_settings_governors_and_events_are_of_one_runtime(two: tuple[Runtime, Ru
 
 
 def test_a_runtime_is_composed_without_changing_the_other(two: tuple[Runtime, Runtime]) -> None:
-    first, second = (each.device for each in two)
+    first, second = (runtime.device for runtime in two)
     before = governors.composed_with()
     kept, replaced = governors.of(first), governors.of(second)
     clock = Clock(7.0)
     assert governors.compose_with(before._replace(clock=clock), second) == before
     assert governors.of(first) is kept
     assert governors.of(second) is not replaced
-    assert [governors.of(each).clock is clock for each in (first, second)] == [False, True]
-    assert [governors.composed_with(each).clock is clock for each in (None, first, second)] == [False, False, True]
+    assert [governors.of(device).clock is clock for device in (first, second)] == [False, True]
+    assert [governors.composed_with(device).clock is clock for device in (None, first, second)] == [False, False, True]
 
 
 def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, Runtime]) -> None:
@@ -107,9 +107,9 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
     built = [models.build("llama"), models.build("gpt2")]
     expected = [say(model).sequences for model in built]
     with manage_on(built[0], first), manage_on(built[1], second):
-        weights = [pages(each, "weights") for each in two]
+        weights = [pages(runtime, "weights") for runtime in two]
         assert min(weights) > 0
-        names = [[seat.name for seat in governors.of(each.device)._known.clients.models] for each in two]
+        names = [[seat.name for seat in governors.of(runtime.device)._known.clients.models] for runtime in two]
         assert names == [[type(built[0]).__name__], [type(built[1]).__name__]]
         kept = say(built[1])
         assert torch.equal(kept.sequences, expected[1])
@@ -117,19 +117,19 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
         also = say(built[0])
         assert torch.equal(also.sequences, expected[0])
         assert pages(first, "kv") > 0
-        assert [pages(each, "weights") for each in two] == weights
-        assert [len(governors.of(each.device)._known.clients.paged) for each in two] == [1, 1]
-        said = [looks.look(number=each.number) for each in two]
-        assert [[model["name"] for model in each["models"]] for each in said] == names
+        assert [pages(runtime, "weights") for runtime in two] == weights
+        assert [len(governors.of(runtime.device)._known.clients.paged) for runtime in two] == [1, 1]
+        said = [looks.look(number=runtime.number) for runtime in two]
+        assert [[model["name"] for model in look["models"]] for look in said] == names
         kv_range = kept.past_key_values.layers[0].kv_range
         with GroupLease(kv_range.group):
             assert MovableKV(kv_range.pages).displace(0)
-        assert [looks.look(number=each.number)["kv"]["displaced"] for each in two] == [0, 1]
+        assert [looks.look(number=runtime.number)["kv"]["displaced"] for runtime in two] == [0, 1]
         del kept, also, kv_range
-    for each in two:
+    for runtime in two:
         gc.collect()
-        each.device.reap(wait=True)
-        assert (pages(each, "weights"), pages(each, "kv")) == (0, 0)
+        runtime.device.reap(wait=True)
+        assert (pages(runtime, "weights"), pages(runtime, "kv")) == (0, 0)
 
 
 def test_who_is_short_takes_from_its_own_runtime(two: tuple[Runtime, Runtime]) -> None:
@@ -188,4 +188,4 @@ def test_a_budget_from_outside_is_that_of_the_device_it_names(
         assert control.ask(os.getpid(), 3 * 2**22, 60, device=1)["budget"] == 3 * 2**22
     finally:
         control.stop()
-    assert [each.device.budget for each in two] == [2**23, 3 * 2**22]
+    assert [runtime.device.budget for runtime in two] == [2**23, 3 * 2**22]

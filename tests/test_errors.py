@@ -78,10 +78,10 @@ def typed(trees: list[ast.Module]) -> set[str]:
         for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
-    found = {"BallonetError", "PoolExhausted"}
-    while more := {name for name, above in bases.items() if above & found} - found:
-        found |= more
-    return found
+    names = {"BallonetError", "PoolExhausted"}
+    while more := {name for name, above in bases.items() if above & names} - names:
+        names |= more
+    return names
 
 
 def test_every_typed_error_that_is_written_about_can_be_imported_from_the_package() -> None:

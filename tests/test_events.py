@@ -48,15 +48,15 @@ def test_what_nobody_predicted_is_expected_to_take_as_long_as_before(events: lis
         log.add(replace(event, predicted=None))
     for index, event in enumerate(log.since(0).events):
         before = [
-            each
-            for each in events[:index]
-            if (each.lever, each.verb) == (event.lever, event.verb) and each.measured is not None
+            earlier
+            for earlier in events[:index]
+            if (earlier.lever, earlier.verb) == (event.lever, event.verb) and earlier.measured is not None
         ]
-        pages = sum(each.pages for each in before)
+        pages = sum(earlier.pages for earlier in before)
         if event.measured is None or not pages:
             assert event.predicted is None
         else:
-            seconds = sum(each.measured or 0.0 for each in before)
+            seconds = sum(earlier.measured or 0.0 for earlier in before)
             assert event.predicted == pytest.approx(event.pages * seconds / pages)
 
 

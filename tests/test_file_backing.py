@@ -151,11 +151,11 @@ def test_copies_bring_every_byte_to_its_place_and_none_elsewhere(data: st.DataOb
     chosen = [
         placement for placement in layout.placements if data.draw(st.integers(0, 5))
     ]  # a few have no twin in the file
-    places = [(each.offset, spans[each.block.key]) for each in chosen]
-    found = runs(places, piece)
+    places = [(part.offset, spans[part.block.key]) for part in chosen]
+    copies = runs(places, piece)
 
     target = [-1] * (layout.nbytes + 4096)
-    for copy in found:
+    for copy in copies:
         assert copy.start // piece == (copy.start + copy.nbytes - 1) // piece
         for i in range(copy.nbytes):
             assert target[copy.offset + i] == -1, "brought twice"
@@ -165,7 +165,7 @@ def test_copies_bring_every_byte_to_its_place_and_none_elsewhere(data: st.DataOb
     for placement in layout.placements:
         if placement not in chosen:
             assert set(target[placement.offset : placement.end]) == {-1}, "it would be overwritten"
-    for left, right in itertools.pairwise(found):
+    for left, right in itertools.pairwise(copies):
         beside = right.offset == left.offset + left.nbytes and right.start == left.start + left.nbytes
         assert not beside or right.start % piece == 0
 

@@ -59,8 +59,8 @@ def model() -> Any:
 
 
 def tokens(model: Any, **more: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(**INPUTS, max_new_tokens=6, min_new_tokens=6, do_sample=False, **more)
-    return found
+    output: torch.Tensor = model.generate(**INPUTS, max_new_tokens=6, min_new_tokens=6, do_sample=False, **more)
+    return output
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -117,9 +117,9 @@ class Held:
 
     def result(self) -> Any:
         self.go_on.set()
-        found = self.thread.result()
+        answer = self.thread.result()
         self._handle.remove()
-        return found
+        return answer
 
 
 def until(met: Callable[[], bool]) -> None:
@@ -201,13 +201,13 @@ class Beginning:
                 self.begun += [Thread(work) for work in works]
                 for module, thread in zip((model, self.layer), self.begun, strict=True):
                     until(at_gate_or_over(module, thread))
-                assert all(each.is_alive() for each in self.begun)
+                assert all(started.is_alive() for started in self.begun)
             inner(*arguments)
 
         patch.setattr(owner, move, do)
 
     def check(self, model: Any) -> None:
-        whole, layer = (each.result() for each in self.begun)
+        whole, layer = (thread.result() for thread in self.begun)
         assert same(whole, self.expected[0])
         assert torch.equal(layer, self.expected[1])
         assert gate_of(model) is None
@@ -297,8 +297,8 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, hasty: None) -
             with turn:
                 turn.wait_for(lambda: not managing)
                 running.add(number)
-            if not torch.equal(found := tokens(model), expected):
-                wrong.append(found)
+            if not torch.equal(output := tokens(model), expected):
+                wrong.append(output)
             with turn:
                 running.discard(number)
                 turn.notify_all()

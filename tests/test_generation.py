@@ -234,8 +234,8 @@ def test_a_decoder_that_is_given_what_an_encoder_said(device: Device, name: str)
 
     stock, expected = steps()
     with attached(model):
-        elastic, found = steps()
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        elastic, output = steps()
+    assert torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
     assert type(stock) is type(elastic) is EncoderDecoderCache
     assert kinds(elastic.self_attention_cache) == kinds(elastic.cross_attention_cache) == {ElasticLayer}
     assert elastic.cross_attention_cache.layers[0].keys.shape[2] == 5

@@ -42,27 +42,27 @@ def test_layers_are_taken_around_the_circle() -> None:
 def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: list[Model]) -> None:
     """Oneiros, how many: whatever is arranged stays under the cap; in the order of `reclaimable`, and as much. Beyond
     the cap as much as any plan frees, but for what an SLO needs."""
-    order, beyond = listing(them, {each.name: each.plan.streamed for each in them})
+    order, beyond = listing(them, {client.name: client.plan.streamed for client in them})
     assert len({*order, *beyond}) == len(order) + len(beyond)
     steps = list(reclaimable(them))
     assert list(dict.fromkeys(name for name, _ in order)) == [
         name for name in dict.fromkeys(step.model for step in steps) if name in {name for name, _ in order}
     ]
-    for each in them:
-        mine = [layer for name, layer in order if name == each.name]
-        assert not set(mine) & set(each.plan.streamed)
-        left = each.plan.device_pages
+    for client in them:
+        mine = [layer for name, layer in order if name == client.name]
+        assert not set(mine) & set(client.plan.streamed)
+        left = client.plan.device_pages
         for layer in mine:
-            left -= each.plan.pages[layer]
-            assert fewest(each.plan.pages, left, each.costs.ratio, each.cap) is not None
-        if each.plan.pages == EQUAL:
-            assert each.plan.device_pages - left == sum(step.freed for step in steps if step.model == each.name)
-        rest = [layer for name, layer in beyond if name == each.name]
+            left -= client.plan.pages[layer]
+            assert fewest(client.plan.pages, left, client.costs.ratio, client.cap) is not None
+        if client.plan.pages == EQUAL:
+            assert client.plan.device_pages - left == sum(step.freed for step in steps if step.model == client.name)
+        rest = [layer for name, layer in beyond if name == client.name]
         for layer in rest:
-            left -= each.plan.pages[layer]
-            assert fewest(each.plan.pages, left, each.costs.ratio) is not None
-        if each.plan.pages == EQUAL and len({*each.plan.streamed, *mine, *rest}) < len(EQUAL):
-            assert left == max(smallest(EQUAL), each.least)
+            left -= client.plan.pages[layer]
+            assert fewest(client.plan.pages, left, client.costs.ratio) is not None
+        if client.plan.pages == EQUAL and len({*client.plan.streamed, *mine, *rest}) < len(EQUAL):
+            assert left == max(smallest(EQUAL), client.least)
 
 
 # -- Oneiros: when
@@ -100,18 +100,20 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
             decision = model.step(governor, phase, kv=kv)
         except MemoryError:
             assert device.free < kv
-            assert device.free + sum(each.plan.pages[layer] for _, each, ((_, layer, *_),) in device.listed) < kv
+            assert device.free + sum(client.plan.pages[layer] for _, client, ((_, layer, *_),) in device.listed) < kv
             continue
         assert decision.plan == model.plan
         if len(device.trace) > taken:
             assert free < max(0, kv) + max(0, model.plan.device_pages - here)  # it frees after it is arranged
-        for each in them:
-            assert len(each.gone) < len(EQUAL), "never a whole model"
-            assert each.plan.device_pages >= smallest(EQUAL), "never without a slot"
-        bounds = [[smallest(EQUAL, cap(Costs(EQUAL, time, 0.001))) for time in each.times.values()] for each in them]
+        for client in them:
+            assert len(client.gone) < len(EQUAL), "never a whole model"
+            assert client.plan.device_pages >= smallest(EQUAL), "never without a slot"
+        bounds = [
+            [smallest(EQUAL, cap(Costs(EQUAL, time, 0.001))) for time in client.times.values()] for client in them
+        ]
         if 140 - most >= sum(map(max, bounds)):  # all at their caps have room, in whatever phase each is
-            for each, pages in zip(them, map(min, bounds), strict=True):
-                assert each.plan.device_pages >= pages, "with one slot or two"
+            for client, pages in zip(them, map(min, bounds), strict=True):
+                assert client.plan.device_pages >= pages, "with one slot or two"
 
 
 # -- Oneiros: which model
@@ -126,10 +128,10 @@ def test_idle_models_give_first_each_until_its_cap_then_the_one_that_runs() -> N
     assert trace(device) == ["c"] * 5 + ["b"] * 5 + ["a"] * 3, "one less than the cap of six, or four: the slot"
     a.step(governor)
     assert len(a.plan.streamed) == 4 == cap(Costs(EQUAL, 0.02, 0.001))
-    for each in (b, c):
-        each.step(governor, "prefill")
-        assert each.plan == streaming(EQUAL, spread(EQUAL, 6), 1), "uniform, and through one slot"
-        assert each.gone == set()
+    for client in (b, c):
+        client.step(governor, "prefill")
+        assert client.plan == streaming(EQUAL, spread(EQUAL, 6), 1), "uniform, and through one slot"
+        assert client.gone == set()
 
 
 def test_beyond_the_caps_layers_go_before_anything_is_refused() -> None:
@@ -152,8 +154,8 @@ def test_beyond_the_caps_layers_go_before_anything_is_refused() -> None:
 def test_of_equals_the_one_used_last_gives_first() -> None:
     """Oneiros, which model: most recently used, of those that are idle."""
     device, governor, clock, them = governed(160, {}, {}, {}, {})
-    for each in (them[2], them[0], them[1]):
-        each.step(governor)
+    for client in (them[2], them[0], them[1]):
+        client.step(governor)
         clock.now += 2 * PAGES.idle
     them[3].step(governor, kv=11)
     assert trace(device) == ["b"] * 3
@@ -184,10 +186,10 @@ def test_models_that_all_run_give_in_turns() -> None:
     """Oneiros, which model: in spatial sharing each gives."""
     device, governor, _, them = governed(80, {}, {})
     for kv in (0, 3, 3, 3, 3):
-        for each in them:
-            each.step(governor, kv=kv)
+        for client in them:
+            client.step(governor, kv=kv)
     assert trace(device) == ["a", "b", "a", "b", "a"]
-    assert [each.device_pages for each in them] == [25, 30]
+    assert [client.device_pages for client in them] == [25, 30]
 
 
 # -- Oneiros: which layers, slots
@@ -359,8 +361,8 @@ def test_where_nothing_was_measured_it_assumes_and_says_so(seconds: float | None
     assert {candidate.rung for candidate in governor.reclaim.candidates()} == {Rung.LAST_WEIGHTS}
     b.step(governor, "prefill")
     a.step(governor)
-    for each in (a, b):
-        assert len(each.plan.streamed) == 2
-        assert each.decisions[-1].seconds is None
-        assert "assumed" in each.decisions[-1].why
+    for client in (a, b):
+        assert len(client.plan.streamed) == 2
+        assert client.decisions[-1].seconds is None
+        assert "assumed" in client.decisions[-1].why
     assert trace(device) == ["b", "a"], "two of eight layers hide where copying takes four times as long as computing"

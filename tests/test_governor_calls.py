@@ -29,8 +29,8 @@ PAGES = DEFAULT.pages
 
 def test_while_nothing_happens_nobody_is_asked_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     device, governor, clock, (a, b) = governed(100, {}, {"tpot": 0.05})
-    for each in (a, b, a, b):
-        each.step(governor)
+    for model in (a, b, a, b):
+        model.step(governor)
     published, asked = device.published, (a.asked, b.asked)
     monkeypatch.setattr(governor_module, "decide", None)
     monkeypatch.setattr(overview, "listed", None)
@@ -187,7 +187,7 @@ def test_threads() -> None:
                 model.changes -= 1
 
     with ThreadPoolExecutor(len(them)) as threads:
-        for done in [threads.submit(run, each) for each in them]:
+        for done in [threads.submit(run, model) for model in them]:
             done.result()
 
 
@@ -268,7 +268,7 @@ def test_the_link_is_watched_while_something_streams() -> None:
     assert not any(thread.name == "ballonet-link-traffic" for thread in threading.enumerate())
     a.step(governor)
     assert a.plan.streamed
-    (thread,) = [each for each in threading.enumerate() if each.name == "ballonet-link-traffic"]
+    (thread,) = [running for running in threading.enumerate() if running.name == "ballonet-link-traffic"]
     assert thread.daemon
     assert looked.wait(200)
     governor.remove(a)
@@ -310,8 +310,8 @@ def idle_weights(governor: Governor) -> set[int]:
 def test_whoever_schedules_requests_says_who_is_idle() -> None:
     _, governor, clock, (a, b) = governed(100, {}, {})
     a.wanted = b.wanted = math.inf
-    for each in (a, b):
-        each.step(governor)
+    for model in (a, b):
+        model.step(governor)
     clock.now += 5 * PAGES.idle
     a.step(governor)
     assert not idle_weights(governor), "its turn comes again, however late"
@@ -333,8 +333,8 @@ def test_whoever_schedules_requests_says_who_is_idle() -> None:
 def test_a_model_with_requests_again_is_as_one_that_wakes() -> None:
     device, governor, clock, (a, b) = governed(90, {}, {})
     a.wanted = b.wanted = math.inf
-    for each in (a, b, a):
-        each.step(governor)
+    for model in (a, b, a):
+        model.step(governor)
     b.wanted = clock.now
     a.step(governor, kv=35)
     assert trace(device) == ["b"] * 5, "as many as hide behind a prefill, which an idle one does next"

@@ -35,9 +35,9 @@ class World:
         asked = self.governor._known.repeated
 
         def count(*given: Any) -> Any:
-            found = asked(*given) if repeats else None
-            self.repeated += found is not None
-            return found
+            answer = asked(*given) if repeats else None
+            self.repeated += answer is not None
+            return answer
 
         self.governor._known.repeated = count  # type: ignore[method-assign]
 
@@ -57,23 +57,23 @@ class World:
             model.running = False
 
     def steps(self, which: int, times: int, seconds: float, length: int) -> object:
-        found = []
+        answers = []
         for n in range(times):
             self.clock.now += seconds
-            found.append(self.step(which, "decode", 1, length + n, -1))
-        return found
+            answers.append(self.step(which, "decode", 1, length + n, -1))
+        return answers
 
     def rounds(self, times: int, seconds: float) -> object:
         """Every model, and every cache that is not only kept, in turns: nobody rests for as long as turns are short."""
-        found = []
+        answers = []
         for _ in range(times):
             self.clock.now += seconds
             for n in range(len(self.models)):
-                found.append(self.step(n, "decode", 1, 17, -1))
+                answers.append(self.step(n, "decode", 1, 17, -1))
             for cache in self.caches:
                 if not cache.only_cached:
                     cache.step()
-        return found
+        return answers
 
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -96,7 +96,7 @@ class World:
         if self.caches:
             its = self.caches.pop(cache % len(self.caches))
             self.device.caches.remove(its)
-            self.device.listed = [each for each in self.device.listed if each[1] is not its]
+            self.device.listed = [entry for entry in self.device.listed if entry[1] is not its]
             if late:
                 self.device.kv += its.device_pages  # which another one has by now
                 self.governor._known.clients.client_left(its.number)
@@ -205,9 +205,9 @@ ROUNDS = st.tuples(st.integers(3, 48), st.sampled_from([1 / 64, 1 / 4]))
 def test_a_repeated_answer_is_what_a_new_one_would_be(
     models: int, spare: int, caches: int, events: list[tuple[tuple[Callable[..., object], Any], tuple[int, float]]]
 ) -> None:
-    repeats, looks = (World(40 * models + spare, models, each) for each in (True, False))
+    repeats, looks = (World(40 * models + spare, models, repeating) for repeating in (True, False))
     start: list[tuple[Any, ...]] = [(World.cache,)] * caches
-    for (act, *given_to_it), rounds in [*((each, (4, 1 / 64)) for each in start), *events]:
+    for (act, *given_to_it), rounds in [*((beginning, (4, 1 / 64)) for beginning in start), *events]:
         assert act(repeats, *given_to_it) == act(looks, *given_to_it)
         assert repeats.seen() == looks.seen()
         for n in range(rounds[0]):

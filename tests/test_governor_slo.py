@@ -132,12 +132,12 @@ def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
 @st.composite
 def two_on_a_link(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int]:
     """Models that came with any plan, and free pages."""
-    found = []
+    drawn = []
     for _ in range(2):
         pages = draw(st.sampled_from([EQUAL, (2, 5, 1, 4), (10,) * 4]))
         seconds = sum(pages) / 1000 * draw(st.sampled_from([0.4, 0.6, 1, 2]))
         fits = draw(st.integers(max(pages), sum(pages)))
-        found.append(
+        drawn.append(
             {
                 "pages": pages,
                 "plan": fewest(pages, fits, Fraction(2)),
@@ -145,7 +145,7 @@ def two_on_a_link(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int]:
                 "tpot": seconds * draw(st.sampled_from([1.0, 1.2, 1.5, 2, 3])),
             }
         )
-    return found, draw(st.integers(0, 30))
+    return drawn, draw(st.integers(0, 30))
 
 
 @settings(max_examples=60)
@@ -164,25 +164,29 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     options, free = drawn
     device, governor, _, them = governed(1000, *options)
     device.kv = device.free - free - 1000 // PAGES.spare
-    room = free + sum(each.device_pages for each in them)
+    room = free + sum(client.device_pages for client in them)
     clients = [
         LinkClient(
-            each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6
+            client.name,
+            Costs(client.plan.pages, client.times["decode"], PAGE / LINK),
+            PAGE,
+            client.slo("decode"),
+            10**6,
         )  # type: ignore[arg-type]
-        for each in them
+        for client in them
     ]
     best = share(clients, LINK)
     possible = isinstance(best, Shares) and room >= sum(
         client.plan(best.options[client.name].interval).device_pages for client in clients
     )
     for _ in range(3):
-        for each in them:
-            each.step(governor)
-    kept = all(each.decisions[-1].refusal is None for each in them)
+        for client in them:
+            client.step(governor)
+    kept = all(client.decisions[-1].refusal is None for client in them)
     assert kept or not possible
     if possible and isinstance(best, Shares):
         host = [client.plan(best.options[client.name].interval).host_pages for client in clients]
-        assert [each.plan.host_pages for each in them] == host
+        assert [client.plan.host_pages for client in them] == host
     assert device.free >= 0
 
 
@@ -200,30 +204,30 @@ def test_admission(
 ) -> None:
     """Select-N, admission: refused with the reason and what would do, never an exception; what is admitted is kept."""
     device, governor, clock, them = governed(200, *[{"name": "z", "tpot": 0.025}] * beside)
-    for each in them:
-        each.step(governor)
+    for client in them:
+        client.step(governor)
     device.kv = device.free - available
     clock.now += 9 * PAGES.idle  # whoever waits now may run beside it
     new = FakeModel(device, "new", pages, tpot=seconds * tpot, decode=seconds, prefill=seconds)
     new.ttft_slo = None if ttft is None else seconds * ttft
     device.models.remove(new)
-    found = governor.admit(new, available)
-    if found is None:
+    admission = governor.admit(new, available)
+    if admission is None:
         device.models.append(new)
         new.plan = fewest(tuple(pages), available, Fraction(4)) or new.plan
         governor.add(new)
         for _ in range(3):
-            for each in (*them, new):
-                each.step(governor)
-        assert all(each.decisions[-1].refusal is None for each in (*them, new))
-    elif found.slo is not None:
-        new.tpot_slo = max(new.tpot_slo or 0, found.slo)
-        new.ttft_slo = new.ttft_slo and max(new.ttft_slo, found.slo)
-        assert found.slo > min(seconds * tpot, seconds * (ttft or tpot))
+            for client in (*them, new):
+                client.step(governor)
+        assert all(client.decisions[-1].refusal is None for client in (*them, new))
+    elif admission.slo is not None:
+        new.tpot_slo = max(new.tpot_slo or 0, admission.slo)
+        new.ttft_slo = new.ttft_slo and max(new.ttft_slo, admission.slo)
+        assert admission.slo > min(seconds * tpot, seconds * (ttft or tpot))
         again = governor.admit(new, available)
         assert again is None or ttft is not None or beside
     if tpot < 1.0:
-        assert found is not None, "below the time that it takes resident"
+        assert admission is not None, "below the time that it takes resident"
 
 
 def test_what_nobody_measured_is_admitted() -> None:
@@ -253,7 +257,7 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
                 "ttft": draw(st.sampled_from([None, 3 * seconds])),
             }
         )
-    device, governor, clock, them = governed(sum(sum(each["pages"]) for each in options) + 20, *options)
+    device, governor, clock, them = governed(sum(sum(option["pages"]) for option in options) + 20, *options)
     for _ in range(draw(st.integers(1, 6))):
         traffic = draw(st.sampled_from([0, LINK // 3, LINK // 2, LINK]))
         governor.link.set_traffic(traffic)
@@ -263,13 +267,18 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
         phases = [draw(st.sampled_from(["prefill", "decode"])) for _ in running]
         decisions = []
         for _ in range(4):
-            decisions = [each.step(governor, phase) for each, phase in zip(running, phases, strict=True)]
+            decisions = [client.step(governor, phase) for client, phase in zip(running, phases, strict=True)]
         clients = [
             LinkClient(
-                each.name, Costs(each.plan.pages, each.times[phase], PAGE / LINK), PAGE, slo, 10**6, fixed=each.plan
+                client.name,
+                Costs(client.plan.pages, client.times[phase], PAGE / LINK),
+                PAGE,
+                slo,
+                10**6,
+                fixed=client.plan,
             )
-            for each, phase in zip(running, phases, strict=True)
-            if (slo := each.slo(phase))
+            for client, phase in zip(running, phases, strict=True)
+            if (slo := client.slo(phase))
         ]
         kept = [decision.refusal is None for decision in decisions]
         asked = [
@@ -303,13 +312,13 @@ def test_what_was_offered_while_the_link_was_free_is_not_promised() -> None:
 def test_what_an_slo_forbids_is_not_taken() -> None:
     device, governor, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
     governor.link.set_traffic(LINK)
-    for each in (a, b):
-        each.step(governor)
+    for client in (a, b):
+        client.step(governor)
     assert a.plan == Plan(EQUAL), "there is nothing left of the link"
     assert {name for name, _ in keys(device)} == {"b"}
     governor.link.set_traffic(0)
-    for each in (a, b):
-        each.step(governor)
+    for client in (a, b):
+        client.step(governor)
     assert len(a.plan.streamed) == 4
     assert {name for name, _ in keys(device)} == {"b"}, "it streams what it may already"
     clock.now += 2 * PAGES.idle
@@ -324,9 +333,9 @@ def test_a_model_that_waits_leaves_the_link_to_the_others() -> None:
     """Select-N §4.5, the special case: alone it is served with its smallest interval."""
     _, governor, clock, (a, b) = governed(80, {"tpot": 0.045}, {"tpot": 0.045})
     for _ in range(2):
-        for each in (a, b):
-            each.step(governor)
-    assert {len(each.plan.streamed) for each in (a, b)} != {8}, "the link is too slow for both"
+        for client in (a, b):
+            client.step(governor)
+    assert {len(client.plan.streamed) for client in (a, b)} != {8}, "the link is too slow for both"
     less = min((a, b), key=lambda each: len(each.plan.streamed))
     clock.now += 2 * PAGES.idle
     less.step(governor)

@@ -69,8 +69,8 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
 def test_no_room_is_imported_twice(trees: dict[Path, ast.Module]) -> None:
     """From the repository root `import hooks` is a second copy of every class. What else the package may import are
     contracts of `lint-imports` (pyproject.toml)."""
-    found = {path: {name.split(".")[0] for name in imported(tree, "ballonet.a.b.c")} for path, tree in trees.items()}
-    assert {path: names for path, names in found.items() if names & {*ROOMS}} == {}
+    roots = {path: {name.split(".")[0] for name in imported(tree, "ballonet.a.b.c")} for path, tree in trees.items()}
+    assert {path: names for path, names in roots.items() if names & {*ROOMS}} == {}
 
 
 def test_no_circles_where_import_linter_does_not_look(trees: dict[Path, ast.Module]) -> None:
@@ -157,12 +157,12 @@ def numbers(tree: ast.Module) -> Iterator[str]:
 
 
 def test_numbers_that_decide_lie_in_one_place(trees: dict[Path, ast.Module]) -> None:
-    found = {
+    facts = {
         str(path.relative_to(ROOT)): names
         for _, path in SOURCES
         if path.name not in ("tuning.py", "defaults.py") and (names := {*numbers(trees[path])})
     }
-    assert found == FACTS
+    assert facts == FACTS
 
 
 def test_no_number_that_decides_is_patched() -> None:
@@ -177,23 +177,23 @@ def test_no_number_that_decides_is_patched() -> None:
 def includes_above(folder: str, text: str) -> list[str]:
     """What a C++ file includes from folders of the core that come after its own. torch/ is compiled apart and includes
     nothing of the core, standin/ only what the driver's functions are."""
-    found: list[str] = re.findall(r'^#include "(?:\.\./)?(\w+)/\w+\.h"', text, re.MULTILINE)
+    includes: list[str] = re.findall(r'^#include "(?:\.\./)?(\w+)/\w+\.h"', text, re.MULTILINE)
     allowed = {"torch": ("torch",), "standin": ("standin", "driver")}.get(folder) or CORE[: CORE.index(folder) + 1]
-    return [each for each in found if each not in allowed]
+    return [include for include in includes if include not in allowed]
 
 
 def test_folders_of_the_core_include_one_way() -> None:
     sources = [path for path in CSRC.rglob("*.*") if path.suffix in (".h", ".cpp") and path.parent.name != "crt"]
     assert {path.parent.name for path in sources} == {*CORE, "standin"}
-    assert {path: found for path in sources if (found := includes_above(path.parent.name, path.read_text()))} == {}
+    assert {path: above for path in sources if (above := includes_above(path.parent.name, path.read_text()))} == {}
     assert includes_above("pages", '#include "heap/heap.h"') == ["heap"]
     assert includes_above("standin", '#include "pages/pool.h"') == ["pages"]
 
 
 def test_what_python_and_the_core_decide_by_agrees() -> None:
-    found = re.search(r"kAheadBytes = ([\d']+);", (CSRC / "base" / "tuning.h").read_text())
-    assert found is not None
-    assert int(found[1].replace("'", "")) == DEFAULT.kv_growth.ahead
+    match = re.search(r"kAheadBytes = ([\d']+);", (CSRC / "base" / "tuning.h").read_text())
+    assert match is not None
+    assert int(match[1].replace("'", "")) == DEFAULT.kv_growth.ahead
 
 
 def test_every_module_is_in_the_architecture() -> None:
@@ -241,7 +241,7 @@ def methods(each: ast.ClassDef) -> int:
 
 
 def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
-    classes = [each for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
+    classes = [node for _, path in SOURCES for node in ast.walk(trees[path]) if isinstance(node, ast.ClassDef)]
     large = {class_.name: methods(class_) for class_ in classes if methods(class_) > LARGEST}
     assert large.keys() == LARGE.keys()
     assert {name: count for name, count in large.items() if count > LARGE[name]} == {}
@@ -249,7 +249,7 @@ def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
 
 def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
     """In the library; names with an underscore are their file's own."""
-    names = [each.name for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
+    names = [node.name for _, path in SOURCES for node in ast.walk(trees[path]) if isinstance(node, ast.ClassDef)]
     assert {name for name in names if names.count(name) > 1 and not name.startswith("_")} == set()
 
 
@@ -267,12 +267,12 @@ def prose_and_classes(path: str, text: str) -> tuple[str, dict[str, tuple[set[st
     if path.endswith(".py"):
         blocks = re.findall(r"(?:^[ \t]*#(?!include).*\n)+|  # .*", text, re.MULTILINE)
         lines = text.split("\n")
-        for each in ast.walk(ast.parse(text)):
-            if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                blocks.append(ast.get_docstring(each) or "")
-            if isinstance(each, ast.ClassDef):
-                words = {*re.findall(r"\w+", "\n".join(lines[each.lineno : each.end_lineno]))}
-                classes[each.name] = words, {*re.findall(r"\w+", " ".join(map(ast.unparse, each.bases)))}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                blocks.append(ast.get_docstring(node) or "")
+            if isinstance(node, ast.ClassDef):
+                words = {*re.findall(r"\w+", "\n".join(lines[node.lineno : node.end_lineno]))}
+                classes[node.name] = words, {*re.findall(r"\w+", " ".join(map(ast.unparse, node.bases)))}
     else:
         blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
         code = re.sub(r"//.*", "", text)
@@ -296,16 +296,16 @@ def broken_references(texts: dict[str, str]) -> list[str]:
 
     def has(name: str, member: str, seen: frozenset[str] = frozenset()) -> bool:
         above = (bases.get(name, set()) & {*members}) - seen - {name}
-        return member in members[name] or any(has(each, member, seen | {name}) for each in above)
+        return member in members[name] or any(has(base, member, seen | {name}) for base in above)
 
     wrong = []
     for path, text in said.items():
         for before, noted, alone, after in REFERENCE.findall(text):
             file, note = before or after, noted or alone
-            where = [each for each in texts if file and f"/{each}".endswith(f"/{file}")]
+            where = [candidate for candidate in texts if file and f"/{candidate}".endswith(f"/{file}")]
             if not file:  # a source may mean its header's
-                where = [each for each in texts if each.rsplit(".", 1)[0] == path.rsplit(".", 1)[0]]
-            if not any(note in notes[each] for each in where):
+                where = [candidate for candidate in texts if candidate.rsplit(".", 1)[0] == path.rsplit(".", 1)[0]]
+            if not any(note in notes[candidate] for candidate in where):
                 wrong.append(f"{path}: {file or 'here'}, Note [{note}]")
         wrong += [f"{path}: {file}" for file in FILE.findall(text) if file not in files]
         wrong += [f"{path}: {a}.{b}" for a, b in MEMBER.findall(text) if a in members and not has(a, b)]
@@ -355,14 +355,14 @@ def reads_default(tree: ast.Module) -> bool:
         if isinstance(node, ast.arguments):
             given += [*node.defaults, *node.kw_defaults]
         elif isinstance(node, ast.ClassDef):
-            given += [each.value for each in node.body if isinstance(each, ast.AnnAssign)]
+            given += [field.value for field in node.body if isinstance(field, ast.AnnAssign)]
     known = {id(part) for value in given if value is not None for part in ast.walk(value)}
     return any(isinstance(node, ast.Name) and node.id == "DEFAULT" and id(node) not in known for node in ast.walk(tree))
 
 
 def test_tunings_are_passed(trees: dict[Path, ast.Module]) -> None:
-    found = {path.relative_to(ROOT).as_posix() for _, path in SOURCES if reads_default(trees[path])}
-    assert found - {"offload/policy/tuning.py"} == EDGES
+    readers = {path.relative_to(ROOT).as_posix() for _, path in SOURCES if reads_default(trees[path])}
+    assert readers - {"offload/policy/tuning.py"} == EDGES
     assert not reads_default(ast.parse("def act(pause: float = DEFAULT.waiting.pause) -> None: ..."))
     assert reads_default(ast.parse("PARTS = DEFAULT.weights.link_parts"))
 
@@ -484,12 +484,12 @@ def last_name(node: ast.AST) -> str:
 
 def frozen(tree: ast.Module) -> Iterator[str]:
     """Names of the classes of a module whose instances do not change."""
-    for each in ast.walk(tree):
-        if isinstance(each, ast.ClassDef):
-            bases = {last_name(base) for base in each.bases}
-            given = [key for mark in each.decorator_list if isinstance(mark, ast.Call) for key in mark.keywords]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = {last_name(base) for base in node.bases}
+            given = [key for mark in node.decorator_list if isinstance(mark, ast.Call) for key in mark.keywords]
             if bases & {"NamedTuple", "Enum", "IntEnum", "StrEnum"} or "frozen" in {key.arg for key in given}:
-                yield each.name
+                yield node.name
 
 
 def given_at_import(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
@@ -500,22 +500,22 @@ def given_at_import(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
                 if isinstance(target, ast.Name):
                     yield target.id, node.value
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            yield from given_at_import([each for each in ast.walk(node) if isinstance(each, ast.stmt)][1:])
+            yield from given_at_import([inner for inner in ast.walk(node) if isinstance(inner, ast.stmt)][1:])
 
 
 def changed(tree: ast.Module, fixed: set[str]) -> set[str]:
     """Names that a module gives to what is changed later, or may be: a table of constants, with a name in capitals that
     nothing in the module changes, is none. `fixed`: what returns nothing that changes."""
     given = dict(given_at_import(tree.body))
-    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    altered = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            found.add(last_name(node.func.value))
+            altered.add(last_name(node.func.value))
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            found.add(last_name(node.value))
+            altered.add(last_name(node.value))
     made = {name for name, value in given.items() if isinstance(value, _MADE) and not name.isupper()}
     called = {name for name, value in given.items() if isinstance(value, ast.Call) and last_name(value) not in fixed}
-    return {name for name in (found | made | called) & {*given} if name != "__all__"}
+    return {name for name in (altered | made | called) & {*given} if name != "__all__"}
 
 
 _REMEMBERS = {"cache", "lru_cache"}  # of functools
@@ -523,13 +523,13 @@ _REMEMBERS = {"cache", "lru_cache"}  # of functools
 
 def remembered(tree: ast.Module) -> set[str]:
     """Functions of a module, and methods of its classes, whose results are kept for all of the process."""
-    owners = [(tree, ""), *((each, f"{each.name}.") for each in ast.walk(tree) if isinstance(each, ast.ClassDef))]
-    found = {name for name, value in given_at_import(tree.body) if last_name(value) in _REMEMBERS}
+    owners = [(tree, ""), *((node, f"{node.name}.") for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    cached = {name for name, value in given_at_import(tree.body) if last_name(value) in _REMEMBERS}
     for owner, prefix in owners:
-        for each in owner.body:
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                found |= {prefix + each.name for mark in each.decorator_list if last_name(mark) in _REMEMBERS}
-    return found
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                cached |= {prefix + node.name for mark in node.decorator_list if last_name(mark) in _REMEMBERS}
+    return cached
 
 
 def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Module]) -> None:
@@ -537,8 +537,8 @@ def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Modul
     that are kept of functions are so, too: they may keep alive what they were asked with."""
     fixed = {"lru_cache", *FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
     names = {path: changed(trees[path], fixed) | remembered(trees[path]) for _, path in SOURCES}
-    found = {path.relative_to(ROOT).as_posix(): each for path, each in names.items()}
-    assert {path: names for path, names in found.items() if names} == {path: {*whys} for path, whys in PROCESS.items()}
+    owned = {path.relative_to(ROOT).as_posix(): changes for path, changes in names.items()}
+    assert {path: names for path, names in owned.items() if names} == {path: {*whys} for path, whys in PROCESS.items()}
 
 
 @pytest.mark.parametrize(
@@ -583,19 +583,19 @@ STILL_ELSEWHERE = ("hooks/replicas/", "hooks/whatif/", "hooks/batching/client.py
 def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:
     """Docstrings that do not begin with what the thing is or does, but with a word for something that was not said."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [each for each in found if each and words.match(each)]
+    docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [docstring for docstring in docstrings if docstring and words.match(docstring)]
 
 
 def test_docstrings_begin_with_what_it_is_about(trees: dict[Path, ast.Module]) -> None:
-    assert {path: found for path, tree in trees.items() if (found := dangling(tree))} == {}
+    assert {path: wrong for path, tree in trees.items() if (wrong := dangling(tree))} == {}
     assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
 
 
 def test_docstrings_do_not_send_the_reader_elsewhere(trees: dict[Path, ast.Module]) -> None:
     inside = {path.relative_to(ROOT).as_posix(): path for room, path in SOURCES if room != "facade"}
     checked = {name: path for name, path in inside.items() if not name.startswith(STILL_ELSEWHERE)}
-    assert {name: found for name, path in checked.items() if (found := dangling(trees[path], ELSEWHERE))} == {}
+    assert {name: wrong for name, path in checked.items() if (wrong := dangling(trees[path], ELSEWHERE))} == {}
     for text in ("See Note [Turns].", "As `append`.", "All of these.", "Both of them."):
         assert dangling(ast.parse(f'def pages():\n    """{text}"""'), ELSEWHERE) == [text]
 

@@ -154,8 +154,8 @@ def test_a_guarded_section_ends_however_it_is_left(where: str) -> None:
             raise KeyboardInterrupt
 
     def run() -> None:
-        with guarded(begin, end) as found:
-            assert found == "it"
+        with guarded(begin, end) as value:
+            assert value == "it"
             log.append("block")
             if where == "block":
                 raise KeyboardInterrupt
@@ -255,9 +255,9 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
         assert not known.models
         device.trim()
         device.reap(wait=True)
-        found = device.snapshot()
-        assert (found["pages"]["weights"], found["pages"]["kv"]) == (0, 0)
-        assert found["host_pages"] == found["host_free"]
+        snapshot = device.snapshot()
+        assert (snapshot["pages"]["weights"], snapshot["pages"]["kv"]) == (0, 0)
+        assert snapshot["host_pages"] == snapshot["host_free"]
         device.check()
 
     for _ in at_each_line(begin, list.clear, *FAREWELLS, streamed, turns, most=60, least=50):

@@ -67,14 +67,14 @@ def layers_of_a_cache(model: Any) -> list[type]:
     ],
 )
 def test_the_verdict_on_every_kind_of_layer(name: str, layers: list[Any], cross: list[Any]) -> None:
-    found = planned(build(name))
-    assert found.reason == ""
-    assert [(layer.kind, layer.stock, layer.layer) for layer in found.layers] == layers
-    assert [(layer.kind, layer.stock, layer.layer) for layer in found.cross] == cross
-    for layer in (*found.layers, *found.cross):
+    verdict = planned(build(name))
+    assert verdict.reason == ""
+    assert [(layer.kind, layer.stock, layer.layer) for layer in verdict.layers] == layers
+    assert [(layer.kind, layer.stock, layer.layer) for layer in verdict.cross] == cross
+    for layer in (*verdict.layers, *verdict.cross):
         assert layer.elastic == layer.layer.startswith("Elastic")
         assert layer.why.startswith("stores ")
-    assert found.elastic == sum(each[2].startswith("Elastic") for each in (*layers, *cross))
+    assert verdict.elastic == sum(row[2].startswith("Elastic") for row in (*layers, *cross))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "t5gemma", "falcon_h1", "minimax"])
@@ -82,17 +82,17 @@ def test_the_verdict_is_a_value_and_changes_nothing(name: str) -> None:
     model = build(name)
     before, table = model.config.to_dict(), dict(compat.layer_types())
     count = elastic_layers(model.config)
-    found = planned(model)
-    assert found == planned(model)
-    assert hash(found) == hash(planned(model))
+    verdict = planned(model)
+    assert verdict == planned(model)
+    assert hash(verdict) == hash(planned(model))
     assert model.config.to_dict() == before
     assert compat.layer_types() == table
     detach = generation.attach(model)
-    assert planned(model) == found, "while something is attached"
+    assert planned(model) == verdict, "while something is attached"
     assert elastic_layers(model.config) == count
     detach()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.reason = "x"  # type: ignore[misc]
+        verdict.reason = "x"  # type: ignore[misc]
 
 
 class NoText(PreTrainedModel):

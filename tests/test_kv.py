@@ -381,13 +381,13 @@ def test_a_cache_that_only_a_traceback_holds_is_collected_before_giving_up(devic
 
 def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
     layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
-        each.update(*tokens(20))
+    for cache in (layer, stock):
+        cache.update(*tokens(20))
         with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-            each.update(*tokens(1, batch=1))  # a copy in place would have broadcast it
+            cache.update(*tokens(1, batch=1))  # a copy in place would have broadcast it
     same(layer, stock)
-    for each in (layer, stock):
-        each.update(*tokens(1, 4, dtype=torch.float64))  # promoted
+    for cache in (layer, stock):
+        cache.update(*tokens(1, 4, dtype=torch.float64))  # promoted
     same(layer, stock)
     assert not layer.elastic
 
@@ -396,14 +396,14 @@ def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
 def test_keys_and_values_of_different_types_are_those_of_stock(held: int) -> None:
     """transformers 5.23 promotes such values, later ones keep their type."""
     layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
+    for cache in (layer, stock):
         if held:
-            each.update(*tokens(held))
+            cache.update(*tokens(held))
         for count in (5, 1):
             keys, values = tokens(count, count)
-            each.update(keys, values.to(torch.bfloat16))
-        each.reorder_cache(torch.arange(BATCH).flip(0))
-        each.crop(-2)
+            cache.update(keys, values.to(torch.bfloat16))
+        cache.reorder_cache(torch.arange(BATCH).flip(0))
+        cache.crop(-2)
     assert not layer.elastic
     same(layer, stock)
 
@@ -428,8 +428,8 @@ def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytes
     assert meta.get_seq_length() == 20
     monkeypatch.setattr(devices, "current", lambda number: None)
     layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
-        each.update(*tokens(20))
+    for cache in (layer, stock):
+        cache.update(*tokens(20))
     assert not layer.elastic
     same(layer, stock)
 
@@ -438,8 +438,8 @@ def test_more_tokens_than_kernels_can_index_go_to_the_stock_layer(monkeypatch: p
     monkeypatch.setattr(grouping, "longest", lambda *sizes: 25)
     layer, stock = ElasticLayer(), DynamicLayer()
     for count, elastic in ((20, True), (5, True), (1, False), (1, False)):
-        for each in (layer, stock):
-            each.update(*tokens(count, count))
+        for cache in (layer, stock):
+            cache.update(*tokens(count, count))
         assert layer.elastic == elastic
         same(layer, stock)
 

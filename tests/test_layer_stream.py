@@ -28,8 +28,8 @@ def test_the_worked_example() -> None:
     """17 + 8 = 25 blocks where a cache without streaming has 10 (SwiftCache §3.2)."""
     block = block_bytes(tokens=16, heads=8, dim=128, itemsize=2)
     assert block == 2 * 16 * 8 * 128 * 2
-    found = split(10, block, 100 * block, [9 * 10 * block, 8 * 10 * block])
-    assert (found, found.blocks) == (Split(17, 8), 25)
+    parts = split(10, block, 100 * block, [9 * 10 * block, 8 * 10 * block])
+    assert (parts, parts.blocks) == (Split(17, 8), 25)
     assert split(10, block, 100 * block, []) == Split(0, 10)
 
 
@@ -49,7 +49,7 @@ SMALL = st.integers(1, 3)
 
 @given(st.integers(1, 6), SMALL, st.integers(0, 60), st.lists(st.integers(0, 80), max_size=3), SMALL)
 def test_no_other_split_stores_more(layers: int, block: int, master: int, workers: list[int], slots: int) -> None:
-    found = split(layers, block, master, workers, slots)
+    parts = split(layers, block, master, workers, slots)
     used = min(slots, layers)  # more would serve nothing
     lent = sum(worker // (block * layers) for worker in workers)
     most = max(
@@ -57,9 +57,9 @@ def test_no_other_split_stores_more(layers: int, block: int, master: int, worker
         for streamed, regular in product(range(lent + 1), range(master // block + 1))
         if (used * streamed + layers * regular) * block <= master
     )
-    assert found.blocks == most
-    assert found.streamed <= lent
-    assert (used * found.streamed + layers * found.regular) * block <= master
+    assert parts.blocks == most
+    assert parts.streamed <= lent
+    assert (used * parts.streamed + layers * parts.regular) * block <= master
 
 
 @pytest.mark.parametrize("values", [(0, 1, 1, [1]), (1, 0, 1, [1]), (1, 1, -1, [1]), (1, 1, 1, [2, -1])])
@@ -92,11 +92,11 @@ def chosen(layers: list[LayerReads], free: int, rows: int = 1, copy: float = 0.0
 
 def test_what_fits_is_restored_and_arrives_while_layers_compute() -> None:
     layers = [LayerReads(4, rest=8 * SECONDS)] * 10
-    found = chosen(layers, free=40)
-    assert (found.way, found.streamed, found.slots, found.pages) == (Way.RESIDENT, 0, 0, 40)
-    assert found.seconds == pytest.approx(80 * SECONDS)
-    assert found.exposed == pytest.approx(0)
-    assert found.first == pytest.approx(84 * SECONDS), "only the first layer's copy is waited for"
+    choice = chosen(layers, free=40)
+    assert (choice.way, choice.streamed, choice.slots, choice.pages) == (Way.RESIDENT, 0, 0, 40)
+    assert choice.seconds == pytest.approx(80 * SECONDS)
+    assert choice.exposed == pytest.approx(0)
+    assert choice.first == pytest.approx(84 * SECONDS), "only the first layer's copy is waited for"
     slow = chosen([LayerReads(4, rest=SECONDS)] * 10, free=40)
     assert slow.first == pytest.approx(41 * SECONDS), "the link is never idle, and the last layer computes after it"
 
@@ -140,12 +140,12 @@ def simulated(layers: list[LayerReads], streamed: int, slots: int) -> float:
 def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(
     layers: list[LayerReads], free: int, rows: int
 ) -> None:
-    found = choose(layers, page=1, link=1.0, free=free, rows=rows, tuning=KVReads(copy=0.0))
+    choice = choose(layers, page=1, link=1.0, free=free, rows=rows, tuning=KVReads(copy=0.0))
     away = [layer.pages for layer in layers]
     compute = sum(layer.rest + layer.attention for layer in layers)
-    assert found.pages == needed(away, found.streamed, found.slots) <= free
-    assert found.exposed == pytest.approx(found.seconds - compute)
-    assert found.first >= found.seconds - 1e-9
+    assert choice.pages == needed(away, choice.streamed, choice.slots) <= free
+    assert choice.exposed == pytest.approx(choice.seconds - compute)
+    assert choice.first >= choice.seconds - 1e-9
     ways = [
         (simulated(layers, streamed, slots), Way.STREAMED)
         for slots in (1, 2)
@@ -153,14 +153,14 @@ def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(
         if needed(away, streamed, slots) <= free
     ]
     if sum(away) <= free:
-        assert (found.way, found.seconds) == (Way.RESIDENT, compute)
+        assert (choice.way, choice.seconds) == (Way.RESIDENT, compute)
         return
     if rows <= 64 or not ways:
         passes = -(-rows // 256)
         least = min(streamed for streamed in range(max(away) + 1) if needed(away, streamed, 0) <= free)
         ways.append((compute + passes * sum(min(least, pages) for pages in away) / 0.9, Way.ZERO_COPY))
-    assert found.seconds == pytest.approx(min(seconds for seconds, _ in ways))
-    assert any(found.way is way and found.seconds == pytest.approx(seconds) for seconds, way in ways)
+    assert choice.seconds == pytest.approx(min(seconds for seconds, _ in ways))
+    assert any(choice.way is way and choice.seconds == pytest.approx(seconds) for seconds, way in ways)
 
 
 @pytest.mark.parametrize(

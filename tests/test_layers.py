@@ -14,8 +14,8 @@ class Shell(nn.Module):
 
     def __init__(self, lists: dict[str, nn.ModuleList], length: int, named: list[str] | None = None) -> None:
         super().__init__()
-        for name, each in lists.items():
-            self.add_module(name, each)
+        for name, layers in lists.items():
+            self.add_module(name, layers)
         self.config = type("Config", (), {"num_hidden_layers": length})()
         self._no_split_modules = named
 
@@ -41,9 +41,9 @@ def test_a_tensor_of_two_layers_is_of_none() -> None:
     layers[2].weight = layers[0].weight
     model = Shell({"layers": layers}, 3)
     model.also = layers[1]  # reached around the layers, but still nothing but layer 1
-    found = survey(members(model, decoder_layers(model)), torch.device("cpu"))
-    assert [span.layer for span in found.spans] == [None, 1]
+    surveyed = survey(members(model, decoder_layers(model)), torch.device("cpu"))
+    assert [span.layer for span in surveyed.spans] == [None, 1]
     model.first = nn.Sequential(nn.Linear(600, 600, bias=False))
     model.first[0].weight = layers[1].weight
-    found = survey(members(model, decoder_layers(model)), torch.device("cpu"))
-    assert {span.layer for span in found.spans} == {None}
+    surveyed = survey(members(model, decoder_layers(model)), torch.device("cpu"))
+    assert {span.layer for span in surveyed.spans} == {None}

@@ -36,17 +36,17 @@ def spots(layout: Layout) -> dict[int, tuple[int, int, int]]:
 @given(BLOCKS, PAGES)
 def test_every_block_lies_once_aligned_in_its_range_and_over_nothing_else(blocks: list[Block], page: int) -> None:
     layout = place(blocks, page)
-    found = spots(layout)
+    places = spots(layout)
     assert sum(len(range_.placements) for range_ in layout.ranges) == len(blocks)
-    assert found.keys() == {block.key for block in blocks}
+    assert places.keys() == {block.key for block in blocks}
     for block in blocks:
-        index, first, end = found[block.key]
+        index, first, end = places[block.key]
         lies_in = layout.ranges[index].layer
         assert lies_in == (block.layer if block.nbytes >= LARGE else None)
         assert first % ALIGNMENT == 0
         assert end - first == block.nbytes
         assert 0 <= first < end <= layout.ranges[index].pages * page
-    for one, other in itertools.combinations(found.values(), 2):
+    for one, other in itertools.combinations(places.values(), 2):
         assert one[0] != other[0] or one[2] <= other[1] or other[2] <= one[1]
 
 

@@ -36,9 +36,9 @@ def test_lwm_with_qwen3_14b() -> None:
 
 @given(SIZES, SIZES, SIZES)
 def test_the_unit_is_the_least_that_is_whole_for_both(worker: int, master: int, page: int) -> None:
-    found = unit(worker, master, page)
-    assert found.worker * worker == found.master * master == found.size
-    assert found.size == next(n for n in range(1, 60**3 + 1) if not n % worker and not n % master and not n % page)
+    least = unit(worker, master, page)
+    assert least.worker * worker == least.master * master == least.size
+    assert least.size == next(n for n in range(1, 60**3 + 1) if not n % worker and not n % master and not n % page)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -103,10 +103,10 @@ def test_a_unit_is_no_larger_than_a_part_of_the_pool() -> None:
 
 @given(SIZES, SIZES, st.integers(1, 4000))
 def test_a_unit_is_whole_blocks_on_either_side(worker: int, master: int, most: int) -> None:
-    found = unit_within(worker, master, most)
-    assert found.worker * worker == found.size
-    assert 0 <= found.master * master - found.size < master
-    assert found.size <= max(most, worker)
+    least = unit_within(worker, master, most)
+    assert least.worker * worker == least.size
+    assert 0 <= least.master * master - least.size < master
+    assert least.size <= max(most, worker)
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9), st.integers(0, 300))
@@ -131,21 +131,25 @@ ACCOUNTS = st.lists(
 @given(ACCOUNTS, st.integers(0, 80), st.integers(1, 40))
 def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
     """By all amounts that those who borrow could give, one after the other: the first that makes reserves whole."""
-    found = due(accounts, free, most)
+    dues = due(accounts, free, most)
     missing = max(0, sum(max(0, account.reserve - account.held) for account in accounts) - free)
     order = sorted(accounts, key=lambda account: (account.priority, -account.borrowed, account.number))
     lent = {account.number: max(0, account.held - account.reserve) for account in accounts}
-    assert sum(found.values()) >= min(missing, sum(lent.values())), "all that is lacking, or all that is borrowed"
-    assert all(0 < pages <= lent[number] for number, pages in found.items()), "nothing of anyone's reserve"
+    assert sum(dues.values()) >= min(missing, sum(lent.values())), "all that is lacking, or all that is borrowed"
+    assert all(0 < pages <= lent[number] for number, pages in dues.items()), "nothing of anyone's reserve"
     left = missing
-    for each in order:
+    for account in order:
         if left <= 0:
-            assert each.number not in found, "others have given enough"
-        elif lent[each.number]:
-            pages = found[each.number]
-            assert pages == lent[each.number] or pages >= left
+            assert account.number not in dues, "others have given enough"
+        elif lent[account.number]:
+            pages = dues[account.number]
+            assert pages == lent[account.number] or pages >= left
             worker = max(accounts, key=lambda one: (one.lacking, -one.number))
-            more = max(unit_within(worker.block, each.block, most).size, worker.block) + each.block * 2 + worker.block
+            more = (
+                max(unit_within(worker.block, account.block, most).size, worker.block)
+                + account.block * 2
+                + worker.block
+            )
             assert pages < left + more * (1 + left // worker.block)
             left -= pages
 

@@ -149,9 +149,9 @@ def test_the_speed_of_the_link(rate: float, budget: int, host: int) -> None:
 def test_what_disturbs_a_measurement_does_not_count() -> None:
     with opened(budget=512, host_budget=512) as core:
         quiet = Tape(core, 1e9, look=1e-4)
-        found = link.measure(core.device, quiet)
-        assert found is not None
-        assert 0.99e9 < found < 1e9, "copies are long enough for the looks not to count"
+        bandwidth = link.measure(core.device, quiet)
+        assert bandwidth is not None
+        assert 0.99e9 < bandwidth < 1e9, "copies are long enough for the looks not to count"
         for late in range(quiet.looks):
             assert link.measure(core.device, Tape(core, 1e9, disturbed=late + 1)) == pytest.approx(1e9)
 
@@ -179,9 +179,9 @@ def test_under_a_pool_that_is_nearly_full() -> None:
 def test_a_link_of_the_stand_in_is_no_faster_than_it_was_set_to() -> None:
     """The clock is the real one; that a copy takes no less than its time the stand-in's engine sees to."""
     with opened(budget=64, host_budget=64, link_bandwidth=100_000_000) as core:
-        found = link.measure(core.device)
-        assert found is not None
-        assert found <= 100_000_000 * 1.01
+        bandwidth = link.measure(core.device)
+        assert bandwidth is not None
+        assert bandwidth <= 100_000_000 * 1.01
 
 
 class Beside:

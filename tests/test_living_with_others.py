@@ -66,8 +66,8 @@ def build(**changes: Any) -> Any:
 @torch.no_grad()
 def say(model: Any) -> torch.Tensor:
     """The logits."""
-    found: torch.Tensor = model(**INPUTS, use_cache=False).logits
-    return found
+    logits: torch.Tensor = model(**INPUTS, use_cache=False).logits
+    return logits
 
 
 def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -114,11 +114,11 @@ def step(model: Any) -> list[torch.Tensor]:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(IDS, labels=IDS).loss.backward()
-    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     model.eval()
-    return found
+    return gradients
 
 
 def checkpointed(reentrant: bool) -> Act:
@@ -126,11 +126,11 @@ def checkpointed(reentrant: bool) -> Act:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
-        found = step(model)
+        gradients = step(model)
         model.gradient_checkpointing_disable()
         if reentrant:
             model.disable_input_require_grads()
-        return found
+        return gradients
 
     return act
 
@@ -183,12 +183,12 @@ ACTS: dict[str, Act] = {
 def test_what_is_done_to_a_model_that_streams_does_what_it_does_to_stock(name: str) -> None:
     model, twin = build(attention_dropout=0.0), build(attention_dropout=0.0)
     managed = stream(model)
-    found = ACTS[name](model)
+    outcome = ACTS[name](model)
     with install.stock():
         expected = ACTS[name](twin)
-    if isinstance(found, list):
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    del found
+    if isinstance(outcome, list):
+        assert all(torch.equal(*pair) for pair in zip(outcome, expected, strict=True))
+    del outcome
     alike(model, twin, managed, name)
     if name == "share_memory":
         assert "shared with other processes" in managed.report().unmanaged_tensors["lm_head.weight"]
@@ -430,9 +430,9 @@ def test_shards_are_refused(group: None) -> None:
         sharded = build()
         fully_shard(sharded)
         wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
-    for each in (sharded, wrapped):
+    for model in (sharded, wrapped):
         with pytest.raises(ManageError, match="sharded by FSDP"):
-            ballonet.manage(each, interval=1)
+            ballonet.manage(model, interval=1)
     later = build()
     with ballonet.manage(later, interval=1) as managed:
         with install.stock():
@@ -459,12 +459,12 @@ def lora(peft: Any) -> Any:
 
 def adapted(peft: Any, *models: Any) -> list[Any]:
     """Each with an adapter, all alike."""
-    found = []
+    adapted_models = []
     with install.stock():
         for model in models:
             torch.manual_seed(1)
-            found.append(peft.get_peft_model(model, lora(peft)))
-    return found
+            adapted_models.append(peft.get_peft_model(model, lora(peft)))
+    return adapted_models
 
 
 def test_adapters_are_merged_into_whatever_streams(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,15 +479,15 @@ def test_adapters_are_merged_into_whatever_streams(peft: Any, monkeypatch: pytes
         both = adapted(peft, model, twin)
         for act in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
             fly(model, managed)
-            for each in both:
+            for variant in both:
                 with install.stock():
-                    getattr(each, act)()
+                    getattr(variant, act)()
             alike(model, twin, managed, f"{m} in {slots}, {act}")
         fly(model, managed)
         model.to(torch.float64).to(torch.float32)
         alike(model, twin, managed, f"{m} in {slots}, converted")
         both.clear()
-        del each
+        del variant
         gc.collect()
         fly(model, managed)
         managed.release()
@@ -515,9 +515,9 @@ def test_peft_through_its_life(peft: Any, when: str, tmp_path: Path) -> None:
     }
     for name, act in steps.items():
         fly(one, managed)
-        for each in (one, other):
+        for variant in (one, other):
             with install.stock():
-                act(each)
+                act(variant)
         alike(one, other, managed, name)
         assert not managed.report().unmanaged_tensors
         assert all_in_pool(one, "device", "host"), name
@@ -530,7 +530,7 @@ def test_peft_through_its_life(peft: Any, when: str, tmp_path: Path) -> None:
     fly(one, managed)
     with install.stock():
         bases = [one.merge_and_unload(), other.merge_and_unload()]
-    del one, other, both, each
+    del one, other, both, variant
     gc.collect()
     alike(*bases, managed, "unloaded")
     if when == "before":

@@ -115,8 +115,8 @@ def test_a_model_that_is_no_decoder_is_of_the_class_that_it_was_saved_from(
 ) -> None:
     config = saved(tmp_path / "inside", name) / "config.json"
     (architecture,) = json.loads(config.read_text())["architectures"]
-    found = check_same(tmp_path, auto=getattr(transformers, architecture), subfolder="inside")
-    assert type(found).__name__ == architecture
+    model = check_same(tmp_path, auto=getattr(transformers, architecture), subfolder="inside")
+    assert type(model).__name__ == architecture
 
 
 def test_a_class_that_is_given(tmp_path: Path, device: Device) -> None:
@@ -235,13 +235,13 @@ def test_a_model_larger_than_its_budget(tmp_path: Path, stored: torch.dtype) -> 
         assert (managed.report().host_pages == 0) == (stored == torch.float32)
         for layer in model.model.layers:
             layer.register_forward_pre_hook(look)
-        found = generate(model, "greedy", inputs)
-        assert found.agrees(expected)
-        assert torch.equal(found.tokens, expected.tokens)
+        generated = generate(model, "greedy", inputs)
+        assert generated.agrees(expected)
+        assert torch.equal(generated.tokens, expected.tokens)
         assert size // 2 < peak <= budget
         if stored == torch.float32:
             assert ballonet.stats().copied.weights_d2h == 0
-        del model, layer, found
+        del model, layer, generated
 
 
 MEMORY = """
@@ -328,8 +328,8 @@ CHANGING = """
 
 
 def test_a_file_that_changes_while_it_is_loaded_is_a_typed_error_and_no_signal(tmp_path: Path) -> None:
-    changes = [f"after-{each}" for each in ("emptied", "halved", "rewritten", "replaced", "removed")]
-    changes += [f"before-{each}" for each in ("emptied", "halved")]
+    changes = [f"after-{damage}" for damage in ("emptied", "halved", "rewritten", "replaced", "removed")]
+    changes += [f"before-{damage}" for damage in ("emptied", "halved")]
     saved(tmp_path / "first")
     for change in changes:
         shutil.copytree(tmp_path / "first", tmp_path / change)
@@ -440,9 +440,9 @@ def test_what_depends_on_the_device_is_loaded_there(tmp_path: Path, device: Devi
 def test_only_what_was_loaded_goes_from_the_host_to_a_gpu(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved(tmp_path))
     gpu = torch.device("cuda", 0)
-    found = survey(members(model, ()), gpu, from_host=True)
-    assert found.refused is None
-    assert {id(tensor) for span in found.spans for tensor in span.tensors} == set(map(id, model.parameters())) | set(
+    surveyed = survey(members(model, ()), gpu, from_host=True)
+    assert surveyed.refused is None
+    assert {id(tensor) for span in surveyed.spans for tensor in span.tensors} == set(map(id, model.parameters())) | set(
         map(id, model.buffers())
     )
     refused = survey(members(model, ()), gpu).refused
@@ -456,11 +456,11 @@ def test_only_what_was_loaded_goes_from_the_host_to_a_gpu(tmp_path: Path) -> Non
 def test_memory_of_threads_is_stock_while_a_model_is_loaded() -> None:
 
     def in_pool() -> bool:
-        found: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: found.append(torch.empty(2**16)))
+        tensors: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: tensors.append(torch.empty(2**16)))
         thread.start()
         thread.join()
-        return bool(devices.require().block_size(found[0].data_ptr()))
+        return bool(devices.require().block_size(tensors[0].data_ptr()))
 
     with installing(BUDGET, PAGE) as put:
         put()

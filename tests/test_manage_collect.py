@@ -162,7 +162,7 @@ def _numbers(device: Device) -> Counter[str]:
             "tasks": len(os.listdir("/proc/self/task")),
             "managed": len(managed.models) + len(generation._attached.users) + len(follow._followers.users),
             "hooks": len(handles),
-            "finalizers": sum(each.alive for each in list(weakref.finalize._registry)),  # type: ignore[attr-defined]
+            "finalizers": sum(finalizer.alive for finalizer in list(weakref.finalize._registry)),  # type: ignore[attr-defined]
             "patches": len(sys.meta_path),
         }
     )

@@ -40,8 +40,8 @@ def convert(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
     with testing.manage(model, chaos=4) as managed:
         model.bfloat16()
         assert managed.report().pages == ballonet.stats().pages.weights == 0
-        found = models.generate(model, "greedy", inputs)
-        assert torch.equal(found.tokens, expected.tokens)
+        output = models.generate(model, "greedy", inputs)
+        assert torch.equal(output.tokens, expected.tokens)
         assert lies_in(model, managed._weights.all_ranges())
         assert not managed.report().unmanaged_tensors
     assert torch.equal(models.generate(model, "greedy", inputs).tokens, expected.tokens)
@@ -68,8 +68,8 @@ def lives(place: Place) -> None:
         weights = [range_.page(piece) for range_ in ranges for piece in range(range_.pieces)]
         assert ballonet.stats().pages.weights == managed.report().pages == len(set(weights))
         for mode, result in expected.items():
-            found = models.generate(model, mode, inputs)
-            assert torch.equal(found.tokens, result.tokens), (mode, chaos)
+            output = models.generate(model, mode, inputs)
+            assert torch.equal(output.tokens, result.tokens), (mode, chaos)
         if chaos_of(managed) is not None:
             assert chaos_of(managed).moved["weights"] > managed.report().pages
             assert chaos_of(managed).moved["kv_device"] > 0
@@ -77,7 +77,7 @@ def lives(place: Place) -> None:
             assert ballonet.stats().copied.weights_d2h == 0
         managed.release()
         assert before.is_of(model)
-        del found
+        del output
         gc.collect()
         device.trim()
         device.reap(wait=True)

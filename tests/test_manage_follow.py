@@ -100,10 +100,10 @@ def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) ->
     ranges = [device.reserve(PAGE, "weights", device.group()) for _ in range(2)]
     for range_ in ranges:
         range_.map(0, 1)
-    found = [TensorMember(f"{n}", flat_over(each, 0, PAGE), set()) for n, each in enumerate(ranges)]
-    for member, opened in zip(found, ranges, strict=True):
-        assert tenants_of([opened], found) == [(member, opened)]
-    del found, member
+    members = [TensorMember(f"{n}", flat_over(stretch, 0, PAGE), set()) for n, stretch in enumerate(ranges)]
+    for member, opened in zip(members, ranges, strict=True):
+        assert tenants_of([opened], members) == [(member, opened)]
+    del members, member
     for range_ in ranges:
         range_.close()
 
@@ -152,8 +152,8 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
     model, stock = build(), build()
     with ballonet.manage(model) as managed:
         with install.stock():
-            for each in (model, stock):
-                each.double()
+            for variant in (model, stock):
+                variant.double()
         device.reap(wait=True)
         filler = device.reserve(BUDGET, "kv", device.group())
         free = device.budget // PAGE - sum(device.snapshot()["pages"][owner] for owner in ("activations", "weights"))
@@ -165,8 +165,8 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
         filler.close()
         device.reap(wait=True)
         with install.stock():
-            for each in (model, stock):
-                each.add_module("extra", nn.LayerNorm(4))
+            for variant in (model, stock):
+                variant.add_module("extra", nn.LayerNorm(4))
         tokens(model)  # what was left once stays: its address may have been recorded meanwhile
         assert {name for name, tensor in tensors(model).items() if in_pool(tensor)} == {"extra.weight", "extra.bias"}
         assert managed.report().unmanaged_tensors.keys() == tensors(model).keys() - {"extra.weight", "extra.bias"}
@@ -191,8 +191,8 @@ def test_a_move_that_fails_leaves_the_model_as_it_is(
     model, stock = build(), build()
     with ballonet.manage(model) as managed:
         with install.stock():
-            for each in (model, stock):
-                each.half()
+            for variant in (model, stock):
+                variant.half()
 
         weights = managed._weights
         looks: list[int] = []
@@ -316,12 +316,12 @@ def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatc
 def test_what_was_taken_in_without_gradients_can_be_trained() -> None:
     model, twin = build(), build()
     with ballonet.manage(model):
-        for each in (model, twin):
+        for variant in (model, twin):
             with install.stock():
-                each.double()
+                variant.double()
             with torch.inference_mode():
-                each(**models.prompts(2, 7))
-            each(**models.prompts(2, 7)).logits.square().sum().backward()
+                variant(**models.prompts(2, 7))
+            variant(**models.prompts(2, 7)).logits.square().sum().backward()
         assert all_in_pool(model)
         assert bits(model.lm_head.weight.grad) == bits(twin.lm_head.weight.grad)
 
@@ -331,10 +331,10 @@ def test_a_graph_made_before_a_change_is_walked_back_after_it(device: Device) ->
     model, twin = build(), build()
     with ballonet.manage(model):
         losses = []
-        for each in (model, twin):
-            losses.append(each(**models.prompts(2, 7)).logits.square().sum())
+        for variant in (model, twin):
+            losses.append(variant(**models.prompts(2, 7)).logits.square().sum())
             with install.stock():
-                each.lm_head.weight.data = each.lm_head.weight.data.clone()
+                variant.lm_head.weight.data = variant.lm_head.weight.data.clone()
         logits(model)
         assert not in_pool(model.lm_head.weight)  # the graph holds what was there before, so that nothing is missing
         model.add_module("extra", nn.Identity())
@@ -372,8 +372,8 @@ def test_functions_of_weights_that_are_not_its_own(device: Device) -> None:
 @pytest.mark.counts
 def test_a_weight_of_two_managed_models_stays_with_the_first(device: Device) -> None:
     first, second, stock = build(), build(), build()
-    for each in (second, stock):
-        each.model.embed_tokens.weight = first.model.embed_tokens.weight
+    for variant in (second, stock):
+        variant.model.embed_tokens.weight = first.model.embed_tokens.weight
     expected = tokens(stock)
     handles = ballonet.manage(first), ballonet.manage(second)
     shared = first.model.embed_tokens.weight
@@ -381,11 +381,11 @@ def test_a_weight_of_two_managed_models_stays_with_the_first(device: Device) -> 
     assert handles[1].report().unmanaged_tensors.keys() == {"model.embed_tokens.weight"}
     assert "another managed model" in handles[1].report().unmanaged_tensors["model.embed_tokens.weight"]
     for _ in range(2):
-        for each in (first, second):
+        for variant in (first, second):
             with install.stock():
-                each.lm_head = copy.deepcopy(each.lm_head)
-            assert torch.equal(tokens(each), expected)
-            assert all_in_pool(each)
+                variant.lm_head = copy.deepcopy(variant.lm_head)
+            assert torch.equal(tokens(variant), expected)
+            assert all_in_pool(variant)
     assert shared.data_ptr() == address
     handles[0].release()
     assert not in_pool(shared)
@@ -424,14 +424,14 @@ def test_every_layer_has_its_boundary_and_its_ranges(device: Device, name: str, 
     model, twin = build(), build()
     managed = ballonet.manage(model)
     removed = model.model.layers[0]
-    for each in (model, twin):
+    for variant in (model, twin):
         with install.stock():
-            change(each.model.layers)
-        for index, layer in enumerate(each.model.layers):
+            change(variant.model.layers)
+        for index, layer in enumerate(variant.model.layers):
             getattr(layer, "inner", layer).self_attn.layer_idx = index
         if configured:
-            each.config.num_hidden_layers = each.model.config.num_hidden_layers = len(each.model.layers)
-            each.config.layer_types = ["full_attention"] * len(each.model.layers)
+            variant.config.num_hidden_layers = variant.model.config.num_hidden_layers = len(variant.model.layers)
+            variant.config.layer_types = ["full_attention"] * len(variant.model.layers)
     seen = order(model, managed)
     assert seen == list(range(len(seen)))
     assert len(seen) == (count if configured else min(count, 3))

@@ -176,10 +176,10 @@ WILD = {"half", "resize up", "layer wrapped", "load_state_dict, assigning"}  # t
 def test_an_operation_leaves_what_it_leaves_of_a_twin(device: Device, name: str) -> None:
     model, twin = build(), build()
     managed = testing.manage(model, chaos=2 if name in WILD else None)
-    for each in (model, twin):
+    for variant in (model, twin):
         with install.stock(), torch.random.fork_rng():
             torch.manual_seed(4)
-            OPERATIONS[name](each)
+            OPERATIONS[name](variant)
     stayed = {name: tensor.data_ptr() for name, tensor in tensors(model).items() if in_pool(tensor)}
     expected = contents(twin)
     assert contents(model) == expected
@@ -205,8 +205,8 @@ def test_all_operations_one_after_the_other(device: Device) -> None:
     model, twin = build(), build()
     managed = ballonet.manage(model)
     for name in ("layer wrapped", "half", "resize up", "pruned", "load_state_dict, assigning", "double", "untie"):
-        for each in (model, twin):
-            OPERATIONS[name](each)
+        for variant in (model, twin):
+            OPERATIONS[name](variant)
         assert torch.equal(tokens(model), tokens(twin)), name
         assert all_in_pool(model)
         assert conserved(device, managed), name
@@ -221,11 +221,11 @@ def test_all_operations_one_after_the_other(device: Device) -> None:
 def test_saved_files_are_those_of_stock(tmp_path: Path, shards: str, tied: bool) -> None:
     stock, model = build(tie_word_embeddings=tied), build(tie_word_embeddings=tied)
     with ballonet.manage(model):
-        for each in (stock, model):
-            OPERATIONS["half"](each)
+        for variant in (stock, model):
+            OPERATIONS["half"](variant)
         tokens(model)
-        for name, each in (("stock", stock), ("managed", model)):
-            each.save_pretrained(tmp_path / name, max_shard_size=shards)
+        for name, variant in (("stock", stock), ("managed", model)):
+            variant.save_pretrained(tmp_path / name, max_shard_size=shards)
         files = {file.name: file.read_bytes() for file in (tmp_path / "stock").iterdir()}
         assert files == {file.name: file.read_bytes() for file in (tmp_path / "managed").iterdir()}
         assert (len(files) > 4) == (shards == "50KB")

@@ -109,7 +109,7 @@ def test_what_does_not_use_every_byte_is_no_view(tensors: dict[str, torch.Tensor
     own = (a.clone(), torch.empty(4, device="meta"), torch.empty(0))
     gaps = (*own, a[:, :64], a[::2], a.as_strided((64, 128), (64, 1)), a[:0], a._neg_view(), a.expand(2, 128, 128))
     assert found(*gaps) == [None] * len(gaps)
-    assert all(shows(*each) for each in zip(found(a[:, None], a[3], a[3, 4]), (a[:, None], a[3], a[3, 4]), strict=True))
+    assert all(shows(*pair) for pair in zip(found(a[:, None], a[3], a[3, 4]), (a[:, None], a[3], a[3, 4]), strict=True))
 
 
 @pytest.mark.parametrize("kernel", ["tells", "tells nothing"])
@@ -157,7 +157,7 @@ def test_a_mapped_file_of_another_format_is_none(tmp_path: Path, gone: bool) -> 
     (tensor,) = torch.load(path, mmap=True).values()
     if gone:
         path.unlink()
-    assert any(str(path) in each.path for each in mapped.mapped(Path("/proc/self/maps").read_text()))
+    assert any(str(path) in file.path for file in mapped.mapped(Path("/proc/self/maps").read_text()))
     assert found(tensor) == [None]
 
 
@@ -174,7 +174,7 @@ def test_a_path_that_leads_to_another_file(
     """As when another file system was mounted over it. What is mapped is what it was."""
     other = tmp_path / "other.safetensors"
     save_file({name: torch.randn(64, 256) for name in ("a", "b", "c", "d")}, other)
-    listed = [replace(each, path=str(other)) for each in mapped.mapped(Path("/proc/self/maps").read_text())]
+    listed = [replace(file, path=str(other)) for file in mapped.mapped(Path("/proc/self/maps").read_text())]
     monkeypatch.setattr(mapped, "mapped", lambda _: listed)
     assert found(*tensors.values()) == [None] * 4
 

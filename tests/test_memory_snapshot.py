@@ -49,9 +49,9 @@ READ = {
 def declared() -> TypeAdapter[Any]:
     """The format as torch declares it, in the documentation of `_snapshot`: typed dictionaries, here as a schema."""
     text = inspect.cleandoc(str(torch.cuda.memory._snapshot.__doc__))
-    found = re.search(r"code-block:: python\n\n(.*?)\nArgs:", text, re.DOTALL)
-    assert found is not None
-    code = re.sub(r"(fx_\w+): str", r"\1: NotRequired[str]", textwrap.dedent(found[1]))  # "optional", it says
+    match = re.search(r"code-block:: python\n\n(.*?)\nArgs:", text, re.DOTALL)
+    assert match is not None
+    code = re.sub(r"(fx_\w+): str", r"\1: NotRequired[str]", textwrap.dedent(match[1]))  # "optional", it says
     code = code.replace("active_awaiting_free", "active_pending_free")  # as torch itself writes it
     module = ModuleType("declared")
     names = {"List": list, "Tuple": tuple, "Literal": Literal, "NotRequired": NotRequired, "TypedDict": TypedDict}
@@ -106,8 +106,8 @@ def settled() -> tuple[dict[str, Any], dict[str, int]]:
     """A snapshot, and the pages by owner as the core counts them, while nothing changes."""
     devices.require().stop_background()
     devices.require().reap(wait=True)
-    found = ballonet.snapshot()
-    return found, {owner: pages for owner, pages in devices.require().snapshot()["pages"].items() if pages}
+    snapshot = ballonet.snapshot()
+    return snapshot, {owner: pages for owner, pages in devices.require().snapshot()["pages"].items() if pages}
 
 
 @pytest.mark.usefixtures("pool")
@@ -120,33 +120,33 @@ def test_all_pages_are_in_it_and_named_in_the_schema_that_torch_declares() -> No
     managed = ballonet.manage(model, interval=None)
     kept = torch.ones(3 * PAGE // 4)
     answer = model.generate(**prompts(batch=2, longest=9), max_new_tokens=4, return_dict_in_generate=True)
-    found, pages = settled()
-    check_format(found)
-    assert found["ballonet"]["pages"] == pages
+    snapshot, pages = settled()
+    check_format(snapshot)
+    assert snapshot["ballonet"]["pages"] == pages
     assert set(pages) >= {"weights", "kv", "activations"}
-    assert names(found, "weights") == {name for name, _ in model.named_parameters()} | {
+    assert names(snapshot, "weights") == {name for name, _ in model.named_parameters()} | {
         name for name, buffer in model.named_buffers() if buffer.numel()
     }
     held = {  # bytes of each tensor that lies in the pool
         block["frames"][0]["name"]: block["requested_size"]
-        for segment in found["segments"]
+        for segment in snapshot["segments"]
         for block in segment["blocks"]
         if segment["ballonet_owner"] == "weights"
     }
-    assert all(held[name] == each.nbytes for name, each in model.named_parameters())
+    assert all(held[name] == weight.nbytes for name, weight in model.named_parameters())
     assert (held["expanded"], held["part_0"], held["part_1"]) == (36, 80, 80)
-    assert names(found, "kv") == {f"keys and values of layer {number}" for number in range(3)}
-    assert f"ballonet:0:weights;{type(model).__name__}:0:model.layers.2.mlp.up_proj.weight " in flames(found)
-    assert f";ballonet:0:kv;KV cache of {type(model).__name__}:0:keys and values of layer 1 " in flames(found)
+    assert names(snapshot, "kv") == {f"keys and values of layer {number}" for number in range(3)}
+    assert f"ballonet:0:weights;{type(model).__name__}:0:model.layers.2.mlp.up_proj.weight " in flames(snapshot)
+    assert f";ballonet:0:kv;KV cache of {type(model).__name__}:0:keys and values of layer 1 " in flames(snapshot)
     assert any(
         block["address"] == kept.data_ptr() and block["requested_size"] == kept.nbytes
-        for segment in found["segments"]
+        for segment in snapshot["segments"]
         for block in segment["blocks"]
         if segment["ballonet_owner"] == "activations"
     )
-    declared().validate_json(json.dumps(found), strict=True)
+    declared().validate_json(json.dumps(snapshot), strict=True)
     for change in ({"state": "active"}, {"size": "4096"}, {"frames": None}):
-        wrong = copy.deepcopy(found)
+        wrong = copy.deepcopy(snapshot)
         wrong["segments"][0]["blocks"][0] |= change
         with pytest.raises(ValidationError, match=next(iter(change))):
             declared().validate_json(json.dumps(wrong), strict=True)
@@ -166,10 +166,10 @@ def test_layers_are_named_by_their_numbers_in_the_model() -> None:
             own.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), number)
         twin = copy.deepcopy(own)
         twin.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 2)
-        found, _ = settled()
+        snapshot, _ = settled()
     named = [
         tuple(frame["name"] for frame in block["frames"])
-        for segment in found["segments"]
+        for segment in snapshot["segments"]
         for block in segment["blocks"]
         if segment["ballonet_owner"] == "kv" and len(block["frames"]) > 1
     ]
@@ -180,8 +180,8 @@ def test_layers_are_named_by_their_numbers_in_the_model() -> None:
         "keys and values of layers 1, 2, 4",
     ]
     assert len(named) == 6, "two layers of a cache without a model, and three of its copy"
-    assert f":0:kv;KV cache of {type(model).__name__}:0:keys and values of layers 1, 2, 4 " in flames(found)
-    assert ":0:kv;KV cache:0:keys and values of layer 1 " in flames(found)
+    assert f":0:kv;KV cache of {type(model).__name__}:0:keys and values of layers 1, 2, 4 " in flames(snapshot)
+    assert ":0:kv;KV cache:0:keys and values of layer 1 " in flames(snapshot)
     del answer, own, twin
     gc.collect()
     take_out()
@@ -196,21 +196,21 @@ def test_the_viewers_own_code_reads_it(tmp_path: Path) -> None:
     assert {name for name, _ in read} <= READ
     assert read[0][0] == "PROTO"
     assert 2 <= read[0][1] <= 4
-    found = pickle.loads(path.read_bytes())
-    assert found == made
+    saved = pickle.loads(path.read_bytes())
+    assert saved == made
     assert [file.name for file in tmp_path.iterdir()] == ["memory.pickle"]
-    check_format(found)
-    assert f"segments: {len(found['segments'])}" in viewer.segsum(found)
-    assert "activations" in flames(found)
-    assert "activations" in viewer.segments(found, format_flamegraph=str)
-    assert viewer.trace(found) == ""
-    for page in (viewer.trace_plot(found), viewer.trace_plot(found, plot_segments=True), viewer.segment_plot(found)):
+    check_format(saved)
+    assert f"segments: {len(saved['segments'])}" in viewer.segsum(saved)
+    assert "activations" in flames(saved)
+    assert "activations" in viewer.segments(saved, format_flamegraph=str)
+    assert viewer.trace(saved) == ""
+    for page in (viewer.trace_plot(saved), viewer.trace_plot(saved, plot_segments=True), viewer.segment_plot(saved)):
         assert "snapshot.pickle" in page
     del tensors
     gc.collect()
     later = ballonet.snapshot()
-    assert found["segments"][0]["allocated_size"] > later["segments"][0]["allocated_size"] == 0
-    assert viewer.compare(found["segments"], later["segments"], format_flamegraph=str) == ""  # the same segments
+    assert saved["segments"][0]["allocated_size"] > later["segments"][0]["allocated_size"] == 0
+    assert viewer.compare(saved["segments"], later["segments"], format_flamegraph=str) == ""  # the same segments
 
 
 @pytest.mark.usefixtures("pool")
@@ -219,9 +219,9 @@ def test_of_layers_that_stream_the_slots_are_there(tuned: Tuned) -> None:
     with install.stock():
         model = build("llama", num_hidden_layers=4)
     managed = ballonet.manage(model, interval=2)
-    found, pages = settled()
-    assert found["ballonet"]["pages"] == pages
-    here = names(found, "weights")
+    snapshot, pages = settled()
+    assert snapshot["ballonet"]["pages"] == pages
+    here = names(snapshot, "weights")
     assert "slot 0 of layers that stream" in here
     away = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in managed.report().streamed}
     assert away
@@ -234,11 +234,11 @@ def test_what_is_spilled_is_said_and_no_page_of_the_device(monkeypatch: pytest.M
     ballonet.install(budget=16 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu", spill=True)
     with pytest.warns(RuntimeWarning, match="lies on host pages"):
         tensors = [torch.ones(4 * PAGE // 4) for _ in range(8)]
-    found, pages = settled()
-    spilled = found["ballonet"]["pages"].pop("spilled")
+    snapshot, pages = settled()
+    spilled = snapshot["ballonet"]["pages"].pop("spilled")
     assert spilled == devices.require().snapshot()["spilled"] > 0
-    assert found["ballonet"]["pages"] == pages
-    check_format(found)
+    assert snapshot["ballonet"]["pages"] == pages
+    check_format(snapshot)
     del tensors
     take_out()
 
@@ -304,13 +304,13 @@ def test_what_torch_recorded_is_taken_over() -> None:
         (64, 192, (0, 0), True, [(64, 128, 100, "allocated"), (192, 64, 0, "free")], "activations", 7),
         (4096, 4096, (0, 0), False, [(4096, 4096, 4096, "allocated")], "weights", 0),
     ]
-    found = viewed(rows, [SnapshotContents(4096, 4000, "w", "Net")], ordinal=1, history=HISTORY)
-    check_format(found)
-    assert (found["device_traces"], found["allocator_settings"]) == (
+    snapshot = viewed(rows, [SnapshotContents(4096, 4000, "w", "Net")], ordinal=1, history=HISTORY)
+    check_format(snapshot)
+    assert (snapshot["device_traces"], snapshot["allocator_settings"]) == (
         HISTORY["device_traces"],
         HISTORY["allocator_settings"],
     )
-    first, second = found["segments"]
+    first, second = snapshot["segments"]
     assert (first["device"], first["stream"], first["segment_type"], second["segment_type"]) == (1, 7, "small", "large")
     assert [frame["name"] for frame in first["blocks"][0]["frames"]] == ["f", "activations"]
     assert [(frame["filename"], frame["name"]) for frame in second["blocks"][0]["frames"]] == [
@@ -318,7 +318,7 @@ def test_what_torch_recorded_is_taken_over() -> None:
         ("ballonet", "weights"),
     ]
     assert (first["allocated_size"], first["requested_size"], second["requested_size"]) == (128, 100, 4000)
-    assert "alloc" in viewer.trace(found) or "= " in viewer.trace(found)
+    assert "alloc" in viewer.trace(snapshot) or "= " in viewer.trace(snapshot)
 
 
 @given(
@@ -332,9 +332,9 @@ def test_runs_are_cut_where_contents_begin(lying: list[tuple[int, int]], runs: l
         if at not in there:
             there |= dict.fromkeys(range(at, at + nbytes), f"{at}+{nbytes}")
     rows: list[Any] = [(at, n, (0, 0), False, [(at, n, n, "allocated")], "kv", 0) for at, n in runs]
-    found = viewed(rows, [SnapshotContents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying])
-    check_format(found)
-    for (at, nbytes), segment in zip(runs, found["segments"], strict=True):
+    snapshot = viewed(rows, [SnapshotContents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying])
+    check_format(snapshot)
+    for (at, nbytes), segment in zip(runs, snapshot["segments"], strict=True):
         named = {
             byte: block["frames"][0]["name"]
             for block in segment["blocks"]

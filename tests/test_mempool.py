@@ -43,7 +43,7 @@ class FakePools:
         self.begun.append((pool, threading.get_ident()))
 
     def end(self, device: int, pool: Any) -> None:
-        self.begun.remove(next(each for each in self.begun if each[0] == pool))
+        self.begun.remove(next(entry for entry in self.begun if entry[0] == pool))
 
     def of_this_thread(self) -> Any:
         """The pool that an allocation of this thread comes from, None where it is torch's own memory."""

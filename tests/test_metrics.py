@@ -44,14 +44,14 @@ def page(url: str) -> str:
 
 def samples(text: str) -> dict[str, float]:
     """Values by name and labels, such as 'ballonet_device_bytes{owner=kv}'. Each is there once."""
-    found = dict[str, float]()
+    values = dict[str, float]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
             name = f"{sample.name}{{{labels}}}" if labels else sample.name
-            assert name not in found
-            found[name] = sample.value
-    return found
+            assert name not in values
+            values[name] = sample.value
+    return values
 
 
 @pytest.mark.usefixtures("installed")
@@ -95,11 +95,11 @@ def test_buckets_count_all_that_is_shorter() -> None:
         families = {family.name: family for family in text_string_to_metric_families(registry.text().decode())}
     family = families["ballonet_forward_seconds"]
     decode = [sample for sample in family.samples if sample.labels["phase"] == "decode"]
-    buckets = [each.value for each in decode if each.name.endswith("_bucket")]
-    assert [each.labels["le"] for each in decode if each.name.endswith("_bucket")][-1] == "+Inf"
+    buckets = [sample.value for sample in decode if sample.name.endswith("_bucket")]
+    assert [sample.labels["le"] for sample in decode if sample.name.endswith("_bucket")][-1] == "+Inf"
     assert buckets == sorted(buckets)
-    (count,) = [each.value for each in decode if each.name.endswith("_count")]
-    (seconds,) = [each.value for each in decode if each.name.endswith("_sum")]
+    (count,) = [sample.value for sample in decode if sample.name.endswith("_count")]
+    (seconds,) = [sample.value for sample in decode if sample.name.endswith("_sum")]
     assert buckets[-1] == count >= 4
     assert seconds > 0
 

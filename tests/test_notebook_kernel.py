@@ -68,10 +68,10 @@ class Kernel:
     def run(self, cell: str) -> dict[str, Any]:
         """What the cell shows, by MIME type."""
         asked = self.client.execute(cell)
-        mine = [each for each in self.until(lambda each: self._is_done(each, asked)) if _belongs(each, asked)]
-        failed = [each["content"] for each in mine if each["msg_type"] == "error"]
+        mine = [message for message in self.until(lambda each: self._is_done(each, asked)) if _belongs(message, asked)]
+        failed = [message["content"] for message in mine if message["msg_type"] == "error"]
         assert failed == []
-        (shown,) = [each["content"]["data"] for each in mine if each["msg_type"] == "execute_result"]
+        (shown,) = [message["content"]["data"] for message in mine if message["msg_type"] == "execute_result"]
         return dict(shown)
 
     def until(self, there: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ class Kernel:
 
     def value_of(self, widget: str) -> list[str]:
         """All that the widget of that id has shown so far."""
-        return [value for each in self.published if (value := _value(each, widget))]
+        return [value for message in self.published if (value := _value(message, widget))]
 
     def close(self) -> None:
         self.client.stop_channels()

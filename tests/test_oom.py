@@ -50,9 +50,9 @@ def test_it_names_the_smallest_budget_that_would_do(device: _native.Device, fits
     keep = [torch.zeros(2**19), torch.zeros(2**17)]
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(BUDGET - 2**18, dtype=torch.uint8)
-    found = re.search(r"set_budget\((\d+)\)", str(caught.value))
-    assert found is not None
-    set_budget(int(found[1]) - (0 if fits else device.page_size))
+    match = re.search(r"set_budget\((\d+)\)", str(caught.value))
+    assert match is not None
+    set_budget(int(match[1]) - (0 if fits else device.page_size))
     with nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
         torch.empty(BUDGET - 2**18, dtype=torch.uint8)
     assert not keep[0].any()

@@ -149,7 +149,7 @@ def test_a_keyword_or_a_flag_wins_over_the_environment(program: Path, monkeypatc
     assert (flags.priority, flags.prefix_cache, flags.floor) == (0, 2**33, 2**21), "also where it is the default"
 
 
-@pytest.mark.parametrize("option", [each for each in OPTIONS if each.name in WRONG], ids=by_name)
+@pytest.mark.parametrize("option", [entry for entry in OPTIONS if entry.name in WRONG], ids=by_name)
 def test_what_is_wrong_is_said_with_the_name_it_was_given_by(
     option: Option, program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +182,7 @@ def test_an_interval_and_an_slo_are_refused_from_wherever_they_come(
 
 def test_the_table_is_what_people_see() -> None:
     """The keywords with their defaults, the flags, and docs/settings.md's table of variables."""
-    names = [each.name for each in OPTIONS]
+    names = [option.name for option in OPTIONS]
     for function in (ballonet.manage, ballonet.from_pretrained):
         shown = inspect.signature(function).parameters
         assert [name for name in shown if name in names] == names
@@ -190,6 +190,6 @@ def test_the_table_is_what_people_see() -> None:
         assert given({name: shown[name].default for name in names}) == {}, "its default is the table's"
     assert [field.name for field in fields(ManageOptions)] == names == list(EXAMPLES)
     documented = set(re.findall(r"^\| `(BALLONET_\w+)` \|", SETTINGS, re.MULTILINE))
-    assert documented == {*VARIABLES, *(each.variable for each in OPTIONS)}
+    assert documented == {*VARIABLES, *(option.variable for option in OPTIONS)}
     with pytest.raises(FrozenInstanceError):
         ManageOptions().interval = 3  # type: ignore[misc]

@@ -74,7 +74,7 @@ def test_time_in_the_driver_is_that_of_the_forward_and_its_thread() -> None:
         spent[0] += inside
         pace.end()
         spent[0] += after
-    assert [each.driver for each in pace.drain()] == [5e-9, 0.0]
+    assert [timing.driver for timing in pace.drain()] == [5e-9, 0.0]
 
 
 def test_time_per_token_is_from_one_decode_step_to_the_next() -> None:
@@ -198,8 +198,8 @@ def test_a_forward_takes_no_less_than_its_launches(launched: float, stalls: floa
     clock.now += launched
     pace.end()
     catch_up(marks)
-    (found,) = pace.drain()
-    assert (resident, stalls, 10 + stalls) == approximately(found)
+    (timing,) = pace.drain()
+    assert (resident, stalls, 10 + stalls) == approximately(timing)
 
 
 def test_who_listens_hears_what_others_drain() -> None:
@@ -215,11 +215,11 @@ def test_who_listens_hears_what_others_drain() -> None:
 
 def mode(new: int | None = None) -> int:
     """The mode of this thread: how what it does concerns captures of others. `new`: what it is from now on."""
-    driver, found = core.driver(), ctypes.c_int(0 if new is None else new)
-    driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
-    asked = found.value
+    driver, value = core.driver(), ctypes.c_int(0 if new is None else new)
+    driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
+    asked = value.value
     if new is None:
-        driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
+        driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
     return asked
 
 
@@ -275,14 +275,14 @@ def test_events_are_asked_for_where_that_breaks_no_capture(monkeypatch: pytest.M
 
 
 def points(model: Any, inputs: Any, mode: str = "greedy", tokens: int = 4, **more: Any) -> list[Point | None]:
-    found: list[Point | None] = []
+    forwards: list[Point | None] = []
 
     def hook(_: Any, args: Any, kwargs: Any) -> None:
-        found.append(point_of(args, kwargs))
+        forwards.append(point_of(args, kwargs))
 
     with model.register_forward_pre_hook(hook, with_kwargs=True):
         generate(model, mode, inputs, tokens, **more)
-    return found
+    return forwards
 
 
 DECODING = [Point("decode", 2, length) for length in (9, 10, 11)]
@@ -365,9 +365,9 @@ def test_around_a_real_model() -> None:
         model.model.layers[0].register_forward_pre_hook(layer),
     ):
         generate(model, "greedy", prompts(2, 9), 4)
-        found = pace.drain()
-        assert [each.point for each in found] == [Point("prefill", 2, 9), *DECODING]
-        assert all(approximately(each) == (0, 1, 1) for each in found)
+        timings = pace.drain()
+        assert [timing.point for timing in timings] == [Point("prefill", 2, 9), *DECODING]
+        assert all(approximately(timing) == (0, 1, 1) for timing in timings)
         with model.model.layers[1].register_forward_pre_hook(fail), pytest.raises(ValueError, match="no"):
             model(**prompts(2, 9))
         assert pace.drain() == []
@@ -387,7 +387,7 @@ def test_a_forward_by_graphs_is_timed_as_one_or_forgotten() -> None:
             pace.replayed()
         pace.end()
     pace.replayed()
-    assert [each.pieces for each in pace.drain()] == [True, False], "no forward had begun at the last"
+    assert [timing.pieces for timing in pace.drain()] == [True, False], "no forward had begun at the last"
     assert not pace.heard
     with pace.listening():
         assert pace.heard

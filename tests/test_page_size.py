@@ -15,12 +15,12 @@ LIMIT, ENDS = DEFAULT.serving.rounding, DEFAULT.serving.ends
 @given(st.lists(st.integers(1, 64 * MIB), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 2**34))
 def test_it_is_the_largest_that_loses_little(ranges: list[int], caches: int, left: int) -> None:
     budget = sum(ranges) + left
-    found = fitting(ranges, caches, budget, 8 * MIB, 64 * KIB)
+    choice = fitting(ranges, caches, budget, 8 * MIB, 64 * KIB)
     sizes = [8 * MIB >> n for n in range(8)]
     lost = {page: sum(-(-range_ // page) * page - range_ for range_ in ranges) + caches * ENDS * page for page in sizes}
-    assert found.lost == lost[found.page]
+    assert choice.lost == lost[choice.page]
     good = [page for page in sizes if lost[page] <= LIMIT * left]
-    assert found.page == max(good, default=64 * KIB)
+    assert choice.page == max(good, default=64 * KIB)
 
 
 def test_the_model_of_the_benchmark() -> None:

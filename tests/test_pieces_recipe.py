@@ -86,13 +86,13 @@ def recipe_of(model: Any, length: int = 9, **more: Any) -> Recipe:
 
 
 def ops_of(steps: Any) -> list[Op]:
-    found: list[Op] = []
+    ops: list[Op] = []
     for step in steps:
         if isinstance(step, Op):
-            found.append(step)
+            ops.append(step)
         elif isinstance(step, LayerStep):
-            found += ops_of(step.body or ())
-    return found
+            ops += ops_of(step.body or ())
+    return ops
 
 
 # -- Of models
@@ -138,9 +138,9 @@ def test_replaced_weight_is_named(llama: Any) -> None:
     weight = llama.model.layers[1].mlp.up_proj.weight
     kept = weight.data
     weight.data = weight.data.clone()
-    found = difference(before, recipe_of(llama))
-    assert found.startswith("layer 1: aten.")
-    assert f"at {kept.data_ptr():#x}" in found
+    reason = difference(before, recipe_of(llama))
+    assert reason.startswith("layer 1: aten.")
+    assert f"at {kept.data_ptr():#x}" in reason
 
 
 def test_weight_of_another_shape_over_the_same_memory_is_another_one(llama: Any) -> None:

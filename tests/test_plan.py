@@ -112,7 +112,7 @@ def test_a_plan_fits_and_no_plan_of_its_kind_streams_less(pages: list[int], avai
         return
     assert available >= smallest(pages)
     assert plan in fitting
-    same_slots = [each for each in fitting if len(each.slot_pages) == len(plan.slot_pages)]
+    same_slots = [other for other in fitting if len(other.slot_pages) == len(plan.slot_pages)]
     assert len(plan.streamed) == min(len(slot.streamed) for slot in same_slots)
     if sum(pages) <= available:
         assert plan.streamed == ()

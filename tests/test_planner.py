@@ -150,8 +150,8 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     }
     assert sum(weight.nbytes for weight in shape.weights) == sum(storages.values())
     layers = decoder_layers(model)
-    found = survey(members(model, layers), torch.device("cpu")).spans
-    assert [(weight.nbytes, weight.layer) for weight in shape.weights] == [(each.nbytes, each.layer) for each in found]
+    spans = survey(members(model, layers), torch.device("cpu")).spans
+    assert [(weight.nbytes, weight.layer) for weight in shape.weights] == [(span.nbytes, span.layer) for span in spans]
     halves = [block.nbytes for block in shape.blocks(16)]
     assert sum(halves) < sum(storages.values())
     facts = model_info.gather(str(tmp_path), Config(device="cpu", page_size=4096), 2, 40)
@@ -162,9 +162,9 @@ def test_what_layers_share_belongs_to_none_of_them() -> None:
     model = models.build("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     layers = decoder_layers(model)
-    found = survey(members(model, layers), torch.device("cpu")).spans
-    assert [(each.nbytes, each.layer) for each in weights_of(model, layers)] == [
-        (each.nbytes, each.layer) for each in found
+    spans = survey(members(model, layers), torch.device("cpu")).spans
+    assert [(weight.nbytes, weight.layer) for weight in weights_of(model, layers)] == [
+        (span.nbytes, span.layer) for span in spans
     ]
 
 
@@ -177,7 +177,7 @@ def test_a_forward_without_values_has_the_operations_of_its_matrices(folder: str
     shape = shape_of(folder)
     (first, last) = seen(shape, 2, 64, 64)
     matrices = sum(
-        each.numel() for name, each in shape.model.named_parameters() if each.dim() > 1 and "embed" not in name
+        weight.numel() for name, weight in shape.model.named_parameters() if weight.dim() > 1 and "embed" not in name
     )
     head = shape.model.lm_head.weight.numel()
     pairs = 2 * 4 * 64 * 64 * (64 + 64)  # sequences, heads, tokens, tokens, elements of a key and a value
@@ -237,7 +237,7 @@ def test_what_leaves_the_device_has_to_fit_the_host(folder: str, capsys: pytest.
     assert sum(unknown["host_pages"].values()) > 0
     short = ballonet.plan(folder, host_budget="2MiB", **asked)
     assert (short["fits"], short["limit"]) == (False, "host")
-    (change,) = (each for each in short["changes"] if each["what"] == "host")
+    (change,) = (other for other in short["changes"] if other["what"] == "host")
     assert (change["fits"], change["unit"]) == (True, "bytes")
     assert change["to"] >= sum(unknown["host_pages"].values()) * 2**21  # by the most that operators may have
     assert ballonet.plan(folder, host_budget=change["to"], **asked)["fits"]
@@ -265,10 +265,7 @@ def test_a_file_describes_a_device(folder: str, tmp_path: Path) -> None:
     [
         ("no JSON", "cannot be read as JSON"),
         ("[1]", "holds no object"),
-        *(
-            (json.dumps({each: GPU[each] for each in GPU if each != name}), rf"gpu.json lacks {name} \(")
-            for name in GPU
-        ),
+        *((json.dumps({key: GPU[key] for key in GPU if key != name}), rf"gpu.json lacks {name} \(") for name in GPU),
         (json.dumps({**GPU, "memory": "much"}), "memory in .* is 'much'"),
         (json.dumps({**GPU, "link": -1}), "link in .* is -1"),
         (json.dumps({**GPU, "flops": {"2": 0}}), "flops in"),
@@ -286,8 +283,8 @@ def test_a_file_that_lacks_something_or_says_nonsense_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        *((each, USAGE) for each in ("", "llama", "llama --context 0", "llama --context -1", "llama --context 32x")),
-        *((each, USAGE) for each in ("llama --context 1k --batch 0", "llama --context 1k --slo 0")),
+        *((line, USAGE) for line in ("", "llama", "llama --context 0", "llama --context -1", "llama --context 32x")),
+        *((line, USAGE) for line in ("llama --context 1k --batch 0", "llama --context 1k --slo 0")),
         ("{folder}/nowhere/at/all --context 128", "is no model whose configuration can be read"),
         ("{folder} --context 64k", "beyond the 32768 positions"),
         ("{folder} --context 128 --prompt 256", "longer than the context"),

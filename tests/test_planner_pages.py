@@ -93,7 +93,7 @@ class Seen:
 
 def run(model: Any, setting: Setting) -> Seen:
     """Generates, and looks after the last forward."""
-    device, found = devices.require(), list[Seen]()
+    device, moments = devices.require(), list[Seen]()
 
     def look(_: Any, __: Any, given: dict[str, Any], ___: Any) -> None:
         if given_cache(given).get_seq_length() == setting.context:
@@ -102,7 +102,7 @@ def run(model: Any, setting: Setting) -> Seen:
                 seen, exist = device.snapshot(), bytes_that_exist() // setting.page
                 if device.snapshot()["pages"] == seen["pages"]:  # nothing was mapped ahead between the two
                     break
-            found.append(Seen(seen["pages"], exist, streamed, seen["heap"]["requested_peak"]))
+            moments.append(Seen(seen["pages"], exist, streamed, seen["heap"]["requested_peak"]))
 
     with ballonet.manage(model):
         ids = torch.randint(2, 60, (setting.batch, setting.prompt), generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ def run(model: Any, setting: Setting) -> Seen:
             model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **counts)
         finally:
             handle.remove()
-    return found[-1]
+    return moments[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_planned_pages_are_those_of_a_run(seed: int, tmp_path: Path) -> None:
         planned = planner(pages * setting.page)
         facts = planned.facts()
         assert facts["fits"]
-        peak = max(each.peak for each in planned.sizings[0].seen(setting.batch, setting.prompt, setting.context))
+        peak = max(figures.peak for figures in planned.sizings[0].seen(setting.batch, setting.prompt, setting.context))
         with installing(pages * setting.page, setting.page) as now:
             now()
             seen = run(model, setting)

@@ -44,9 +44,9 @@ def needs(
 
 def fits(model: Needs, budget: PlanBudget) -> Placed:
     """Where the model's pages go, alone."""
-    (found,) = placed([model], budget) or [None]
-    assert found is not None
-    return found
+    (placement,) = placed([model], budget) or [None]
+    assert placement is not None
+    return placement
 
 
 @st.composite
@@ -68,12 +68,12 @@ def drawn(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 3)) -> list[Needs]:
 
 @given(drawn(), st.integers(0, 400))
 def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int) -> None:
-    found = placed(models, PlanBudget(pages, PAGE, SECONDS))
-    if found is None:
+    placements = placed(models, PlanBudget(pages, PAGE, SECONDS))
+    if placements is None:
         return
-    used = sum(at.weights + model.last.pages - at.away for model, at in zip(models, found, strict=True))
+    used = sum(at.weights + model.last.pages - at.away for model, at in zip(models, placements, strict=True))
     assert used <= pages
-    for model, at in zip(models, found, strict=True):
+    for model, at in zip(models, placements, strict=True):
         assert at.plan.pages == model.layers
         assert at.weights == model.beside + at.plan.device_pages
         assert 0 <= at.early <= at.away <= model.last.movable
@@ -84,9 +84,9 @@ def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
     model = needs(kv=3, decode=1e-4, crowd=-2)
     movable = model.last.movable
     pages = model.weights + model.last.pages - movable - 2
-    found = fits(model, PlanBudget(pages, PAGE, SECONDS))
-    assert found.early == found.away == movable
-    assert found.plan.streamed
+    placement = fits(model, PlanBudget(pages, PAGE, SECONDS))
+    assert placement.early == placement.away == movable
+    assert placement.plan.streamed
 
 
 @settings(max_examples=50)
@@ -100,9 +100,9 @@ def test_the_least_budget_fits_and_one_page_less_does_not(models: list[Needs]) -
 
 @given(drawn())
 def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs]) -> None:
-    found = placed(models, PlanBudget(everything(models), PAGE, SECONDS))
-    assert found is not None
-    assert all(at.settled and not at.plan.streamed and not at.away for at in found)
+    placements = placed(models, PlanBudget(everything(models), PAGE, SECONDS))
+    assert placements is not None
+    assert all(at.settled and not at.plan.streamed and not at.away for at in placements)
 
 
 @settings(max_examples=50)
@@ -186,8 +186,8 @@ def test_the_nearest_that_were_measured_count(times: list[float], batch: int, le
     beyond = {64: 63, 256: 257}[length]
     for size, edge in [((batch, beyond), (batch, length)), ((5, length), (4, length))]:
         pairs = size[0] * size[1] ** 2 / (edge[0] * edge[1] ** 2)
-        found = (interpolated("prefill", measured, *size) or 0) / measured[edge]
-        assert min(1, pairs) - 1e-9 <= found <= max(1, pairs) + 1e-9
+        share = (interpolated("prefill", measured, *size) or 0) / measured[edge]
+        assert min(1, pairs) - 1e-9 <= share <= max(1, pairs) + 1e-9
 
 
 def test_a_device_takes_the_longest_of_three() -> None:
@@ -258,9 +258,9 @@ def test_an_answer_says_what_is_placed(
     """Each page is counted once, and what a copy adds is waited for; a token takes what the slowest model's does."""
     models = [replace(model, aside=(0.5, 0.25 * number)) for number, model in enumerate(models)]
     budget = PlanBudget(pages, PAGE, copy, slo, host, copying=0.5)
-    found, answer = placed(models, budget), answered(models, budget, tokens)
-    assert (answer.fits, answer.slo, answer.all) == (found is not None, slo, everything(models))
-    if found is None:
+    placements, answer = placed(models, budget), answered(models, budget, tokens)
+    assert (answer.fits, answer.slo, answer.all) == (placements is not None, slo, everything(models))
+    if placements is None:
         assert answer.limit == ("host" if placed(models, replace(budget, host=None)) else "memory")
         assert answer.met is (None if slo is None else False)
         for model, said in zip(models, answer.models, strict=True):
@@ -269,13 +269,13 @@ def test_an_answer_says_what_is_placed(
             )
         return
     if tokens * max(said.tpot or 0 for said in answered(models, budget).models) > DEFAULT.pages.dwell:
-        found = placed(models, budget, rested=True)
-    assert found is not None
-    link = (copy or 0) * max(1, sum(at.plan.copied != () for at in found))
+        placements = placed(models, budget, rested=True)
+    assert placements is not None
+    link = (copy or 0) * max(1, sum(at.plan.copied != () for at in placements))
     idle = pages - sum(
         said.weights + said.kv + model.last.activations for model, said in zip(models, answer.models, strict=True)
     )
-    for model, at, said in zip(models, found, answer.models, strict=True):
+    for model, at, said in zip(models, placements, answer.models, strict=True):
         total = sum(model.last.kv)
         assert (said.plan, said.weights, said.settled) == (at.plan, at.weights, at.settled)
         assert at.away <= said.host
@@ -365,11 +365,13 @@ def worlds(draw: st.DrawFn) -> Callable[[Question], PlanAnswer]:
         fits = limit in ("link", "compute")
         tpot = float(second * (pages - kept) + link * lack) if fits and (link or not lack) else None
         plan = Plan((1, 1), *((0,), (0,)) * (lack > kept)) if fits else None
-        found = Forecast(needs(), plan, 0, 0, 0, tpot=tpot)
+        forecast = Forecast(needs(), plan, 0, 0, 0, tpot=tpot)
         known = asked.slo is not None and (tpot is not None or not fits)
         met = tpot is not None and tpot <= asked.slo if asked.slo is not None and known else None
-        beside = replace(found, plan=Plan((1,)) if fits else None)
-        return PlanAnswer(fits, [found, beside], least, pages, None if fits and tpot is None else limit, asked.slo, met)
+        beside = replace(forecast, plan=Plan((1,)) if fits else None)
+        return PlanAnswer(
+            fits, [forecast, beside], least, pages, None if fits and tpot is None else limit, asked.slo, met
+        )
 
     return ask
 
@@ -441,22 +443,22 @@ def test_before_any_kv_is_full_only_layers_can_leave() -> None:
     """Nothing hides, so that KV would leave before layers; but the first stage has none."""
     slow, page = staged(decode=1e-4, activations=40), 10
     first = replace(slow, stages=(replace(slow.stages[0], activations=80), *slow.stages[1:]))
-    found = fits(first, PlanBudget(slow.weights + 80 - page, PAGE, SECONDS))
-    assert (found.away, bool(found.plan.streamed)) == (0, True)
+    placement = fits(first, PlanBudget(slow.weights + 80 - page, PAGE, SECONDS))
+    assert (placement.away, bool(placement.plan.streamed)) == (0, True)
     late = fits(slow, PlanBudget(slow.weights + slow.last.pages - page, PAGE, SECONDS))
     assert (late.away, late.plan.streamed) == (page, ())
     last = replace(slow.last, activations=40 + page)
     grown = replace(slow, growth=(replace(last, movable=0), last), last=last)
-    found = fits(grown, PlanBudget(slow.weights + slow.last.pages, PAGE, SECONDS))
-    assert (found.away, bool(found.plan.streamed)) == (0, True)
+    placement = fits(grown, PlanBudget(slow.weights + slow.last.pages, PAGE, SECONDS))
+    assert (placement.away, bool(placement.plan.streamed)) == (0, True)
 
 
 def test_where_kernels_may_have_more_it_is_said_that_it_hangs_on_that() -> None:
     """By the most ten pages of KV leave, by the least none."""
     model = staged(decode=1e-4, activations=13, fewest=3)
     budget = PlanBudget(model.weights + sum(model.last.kv) + 3, PAGE, SECONDS)
-    found = fits(model, budget)
-    assert (found.away, found.settled) == (0, False)
+    placement = fits(model, budget)
+    assert (placement.away, placement.settled) == (0, False)
     assert placed([model], replace(budget, pages=least([model], budget) - 1)) is None
     assert fits(model, replace(budget, pages=budget.pages + 10)).settled
 
@@ -475,8 +477,8 @@ def test_without_a_record_it_is_said_that_the_order_hangs_on_times() -> None:
 def test_what_leaves_needs_room_on_the_host() -> None:
     model = needs(kv=10, decode=1e-4)
     budget = PlanBudget(everything([model]) - 20, PAGE, SECONDS)
-    found = fits(model, budget)
-    there = found.away + found.plan.host_pages
+    placement = fits(model, budget)
+    there = placement.away + placement.plan.host_pages
     assert there >= 20
     assert placed([model], replace(budget, host=there)) is not None
     assert placed([model], replace(budget, host=there - 1)) is None
@@ -491,5 +493,5 @@ def test_what_leaves_needs_room_on_the_host() -> None:
     def ask(question: Question) -> PlanAnswer:
         return answered([model], replace(budget, pages=question.pages, host=question.host))
 
-    named = {each.what: each.to for each in nearest(asked, ask(asked), ask)}
+    named = {change.what: change.to for change in nearest(asked, ask(asked), ask)}
     assert named["host"] == there

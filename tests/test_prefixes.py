@@ -57,14 +57,14 @@ class Indexed(RuleBasedStateMachine):
 
     @rule(keys=PATHS)
     def match(self, keys: list[Hashable]) -> None:
-        found = self.leading(keys)
-        assert self.index.peek(keys) == found
-        assert self.index.match(keys) == found
-        for key in keys[:found]:
+        length = self.leading(keys)
+        assert self.index.peek(keys) == length
+        assert self.index.match(keys) == length
+        for key in keys[:length]:
             self.use(key)
         self.hits.requests += 1
         self.hits.blocks += len(keys)
-        self.hits.hit_blocks += found
+        self.hits.hit_blocks += length
 
     @rule(keys=PATHS, owner=OWNERS)
     def insert(self, keys: list[Hashable], owner: int) -> None:
@@ -100,8 +100,8 @@ class Indexed(RuleBasedStateMachine):
                 break
             key = min(leaves, key=lambda key: self.used[key])
             expected.append((self.owners.pop(key), key))
-        found = self.index.evict(count, None if only is None else lambda owner, _: owner in only)
-        assert found == expected
+        evicted = self.index.evict(count, None if only is None else lambda owner, _: owner in only)
+        assert evicted == expected
 
     @rule()
     def evict_what_is_too_much(self) -> None:
@@ -115,12 +115,12 @@ class Indexed(RuleBasedStateMachine):
     @rule(keys=PATHS)
     def forget(self, keys: list[Hashable]) -> None:
         gone = {below for key in keys for below in self.below(key)}
-        found = self.index.forget(keys)
-        assert len(found) == len(gone)
-        assert set(found) == {(self.owners[key], key) for key in gone}
+        forgotten = self.index.forget(keys)
+        assert len(forgotten) == len(gone)
+        assert set(forgotten) == {(self.owners[key], key) for key in gone}
         lengths: list[Hashable] = []
-        for _, key in found:
-            assert not any(other[:-1] == key for _, other in found[len(lengths) + 1 :])  # type: ignore[index]
+        for _, key in forgotten:
+            assert not any(other[:-1] == key for _, other in forgotten[len(lengths) + 1 :])  # type: ignore[index]
             lengths.append(key)
             del self.owners[key]
 

@@ -65,10 +65,10 @@ def preflight(library: str, *names: str) -> dict[str, Any]:
 
 def test_nothing_differs_on_the_stand_in() -> None:
     names = ("granularity", "host_pages", "copies", "several_handles", "graphs")
-    found = preflight(device_choice.standin_library(), *names)
-    assert {name: probe["status"] for name, probe in found["probes"].items()} == dict.fromkeys(names, "answered")
-    assert (found["settings"], found["differences"]) == ({}, [])
-    told = found["probes"]
+    report = preflight(device_choice.standin_library(), *names)
+    assert {name: probe["status"] for name, probe in report["probes"].items()} == dict.fromkeys(names, "answered")
+    assert (report["settings"], report["differences"]) == ({}, [])
+    told = report["probes"]
     assert told["host_pages"]["facts"]["cpu_reads"] is True
     assert [told["copies"]["facts"][f"pages_{way}"]["right"] for way in ("to_device", "from_device")] == [True, True]
     assert "no cuMemHostAlloc" in told["copies"]["facts"]["allocated_to_device"]["error"]
@@ -84,11 +84,11 @@ def within(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_torch_is_asked_over_pages_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     within(monkeypatch, 900)  # also on a machine that has much else to do
-    found = preflight(device_choice.standin_library(), "torch_copies", "kernels", "torch_graphs")
-    assert set(found["probes"]["torch_copies"]["facts"].values()) == {True}
-    facts = found["probes"]["kernels"]["facts"]
+    report = preflight(device_choice.standin_library(), "torch_copies", "kernels", "torch_graphs")
+    assert set(report["probes"]["torch_copies"]["facts"].values()) == {True}
+    facts = report["probes"]["kernels"]["facts"]
     assert [facts[name]["equal"] for name in ("matmul_1", "matmul_512", "attention")] == [True] * 3
-    assert "skipped" in found["probes"]["torch_graphs"]["facts"]
+    assert "skipped" in report["probes"]["torch_graphs"]["facts"]
 
 
 @pytest.mark.parametrize(
@@ -100,22 +100,22 @@ def test_host_pages_that_fail_are_not_used(
     source: str, status: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     within(monkeypatch, 3)
-    found = preflight(shim(tmp_path, source), *FIRST)
-    assert found["probes"]["host_pages"]["status"] == status
-    assert found["settings"] == {"host_pages": False}
-    assert why in found["reasons"]["host_pages"]
+    report = preflight(shim(tmp_path, source), *FIRST)
+    assert report["probes"]["host_pages"]["status"] == status
+    assert report["settings"] == {"host_pages": False}
+    assert why in report["reasons"]["host_pages"]
 
 
 def test_a_copy_over_several_pages_that_is_wrong_is_found(tmp_path: Path) -> None:
-    found = preflight(shim(tmp_path, SHORT), "host_pages", "several_handles", "copies")
-    assert found["probes"]["host_pages"]["facts"]["to_device"] is True, "a page alone is right"
-    assert found["settings"] == {"host_pages": False}
-    assert "several_handles, to_device: not the same bytes" in found["reasons"]["host_pages"]
+    report = preflight(shim(tmp_path, SHORT), "host_pages", "several_handles", "copies")
+    assert report["probes"]["host_pages"]["facts"]["to_device"] is True, "a page alone is right"
+    assert report["settings"] == {"host_pages": False}
+    assert "several_handles, to_device: not the same bytes" in report["reasons"]["host_pages"]
 
 
 def test_a_coarser_granularity_chooses_the_page_size(tmp_path: Path) -> None:
-    found = preflight(shim(tmp_path, COARSE), "granularity")
-    assert found["settings"] == {"page_size": 3 * PAGE}
+    report = preflight(shim(tmp_path, COARSE), "granularity")
+    assert report["settings"] == {"page_size": 3 * PAGE}
 
 
 # -- what the facts mean
@@ -227,8 +227,8 @@ def config(tmp_path: Path) -> Config:
 def kept(config: Config, **settings: Any) -> Path:
     key = findings.key_of(device_choice.choose(config).facts)
     assert config.cache_dir is not None
-    found = {"settings": settings, "reasons": dict.fromkeys(settings, "because"), "when": "2026-01-01T00:00:00"}
-    return findings.save(config.cache_dir, key, found)
+    report = {"settings": settings, "reasons": dict.fromkeys(settings, "because"), "when": "2026-01-01T00:00:00"}
+    return findings.save(config.cache_dir, key, report)
 
 
 def host_pages(config: Config) -> bool:
@@ -292,9 +292,9 @@ def test_what_no_preflight_here_has_found_says_nothing(
     config: Config, change: Callable[[dict[str, Any]], object]
 ) -> None:
     path = kept(config, host_pages=False)
-    found = json.loads(path.read_text())
-    change(found)
-    path.write_text(json.dumps(found))
+    report = json.loads(path.read_text())
+    change(report)
+    path.write_text(json.dumps(report))
     assert host_pages(config)
 
 
@@ -308,7 +308,7 @@ def test_the_key_has_the_driver_s_own_version(tmp_path: Path) -> None:
 
 def test_info_says_what_was_chosen(config: Config) -> None:
     def checks() -> dict[str, tuple[bool, str]]:
-        return {each["name"]: (each["works"], each["detail"]) for each in info.gather(config, "0")["checks"]}
+        return {check["name"]: (check["works"], check["detail"]) for check in info.gather(config, "0")["checks"]}
 
     assert not checks()["preflight"][0]
     kept(config, host_pages=False)

@@ -93,13 +93,13 @@ def test_sizes_are_powers_of_two_the_least_work_first() -> None:
 
 def test_the_median_of_what_is_left_without_stalls_and_without_the_first(llama: Any) -> None:
     slow = Slow(llama)
-    found, left = measured(llama, slow.pace, EMPTY, Grid(2, 64))
+    timed, left = measured(llama, slow.pace, EMPTY, Grid(2, 64))
     assert left == {}
-    assert set(found.seconds) == {Point(phase, batch, 64) for phase in ("prefill", "decode") for batch in (1, 2)}  # type: ignore[arg-type]
+    assert set(timed.seconds) == {Point(phase, batch, 64) for phase in ("prefill", "decode") for batch in (1, 2)}  # type: ignore[arg-type]
     for batch in (1, 2):
-        assert found.seconds[Point("prefill", batch, 64)] == pytest.approx(batch * 0.064)
+        assert timed.seconds[Point("prefill", batch, 64)] == pytest.approx(batch * 0.064)
         steps = [batch * 0.001 * (64 + step) for step in range(DEFAULT.records.tokens - 1)]
-        assert found.seconds[Point("decode", batch, 64)] == pytest.approx(sum(steps) / len(steps))
+        assert timed.seconds[Point("decode", batch, 64)] == pytest.approx(sum(steps) / len(steps))
         assert slow.calls.count((batch, 64)) == 1 + DEFAULT.records.rounds
 
 
@@ -114,17 +114,17 @@ def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
             slow.pace.forget() if point.length == 64 else slow.pace.replayed()
 
     llama.register_forward_pre_hook(runs, with_kwargs=True)
-    found, left = measured(llama, slow.pace, EMPTY, Grid(1, 64))
+    timed, left = measured(llama, slow.pace, EMPTY, Grid(1, 64))
     assert left == {}
-    assert set(found.seconds) == {Point("prefill", 1, 64), Point("pieces", 1, 64)}
-    assert found.decoding == "pieces"
-    assert measured(llama, Slow(llama).pace, found, Grid(1, 64))[0].seconds == found.seconds, "nothing is missing"
+    assert set(timed.seconds) == {Point("prefill", 1, 64), Point("pieces", 1, 64)}
+    assert timed.decoding == "pieces"
+    assert measured(llama, Slow(llama).pace, timed, Grid(1, 64))[0].seconds == timed.seconds, "nothing is missing"
 
 
 def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
     slow = Slow(llama, fails=2)
-    found, left = measured(llama, slow.pace, EMPTY, Grid(4, 128))
-    assert {point[1:] for point in found.seconds} == {(1, 64), (1, 128)}
+    timed, left = measured(llama, slow.pace, EMPTY, Grid(4, 128))
+    assert {point[1:] for point in timed.seconds} == {(1, 64), (1, 128)}
     assert set(left) == {(2, 64), (2, 128), (4, 64), (4, 128)}
     assert set(left.values()) == {"it does not fit in memory"}
     assert {size for size in slow.calls if size[0] > 1} == {(2, 64)}, "what is larger is not tried"
@@ -134,12 +134,12 @@ def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
 
 def test_it_ends_when_the_time_is_over(llama: Any) -> None:
     slow = Slow(llama)
-    found, left = measured(llama, slow.pace, EMPTY, Grid(2, 128, seconds=7), clock=lambda: slow.now)
-    assert {point[1:] for point in found.seconds} == {(1, 64)}, "the first is always measured"
+    timed, left = measured(llama, slow.pace, EMPTY, Grid(2, 128, seconds=7), clock=lambda: slow.now)
+    assert {point[1:] for point in timed.seconds} == {(1, 64)}, "the first is always measured"
     assert set(left.values()) == {"it takes longer than the 7 seconds in all"}
     ticks = iter(range(99))
-    found, _ = measured(llama, slow.pace, EMPTY, Grid(2, 64, seconds=0), clock=lambda: next(ticks))
-    assert {point[1:] for point in found.seconds} == {(1, 64)}
+    timed, _ = measured(llama, slow.pace, EMPTY, Grid(2, 64, seconds=0), clock=lambda: next(ticks))
+    assert {point[1:] for point in timed.seconds} == {(1, 64)}
 
 
 def test_random_numbers_of_the_caller_are_his(llama: Any) -> None:
@@ -238,27 +238,27 @@ def test_a_file_that_cannot_be_used_is_measured_anew_with_a_notice(
 ) -> None:
     device = devices.require()
     with ballonet.manage(model) as managed:
-        found = load_or_measure(model, pace_of(managed), device, SMALL)
+        timed = load_or_measure(model, pace_of(managed), device, SMALL)
         assert not list(recwarn), "the first one is nothing to warn of"
         if damage is None:
-            other = {**found.record.key, "driver": "older", "link": "narrower"}
-            record.save(replace(found.record, key=other), found.path)
+            other = {**timed.record.key, "driver": "older", "link": "narrower"}
+            record.save(replace(timed.record, key=other), timed.path)
         else:
-            found.path.write_text(damage(found.path.read_text()))
+            timed.path.write_text(damage(timed.path.read_text()))
         with pytest.warns(RuntimeWarning, match=f"LlamaForCausalLM is measured anew: .*{says}"):
             assert not load_or_measure(model, pace_of(managed), device, SMALL).reused
         recwarn.clear()
         assert load_or_measure(model, pace_of(managed), device, SMALL).reused
         assert not list(recwarn)
-        assert records(folder) == [found.path]
+        assert records(folder) == [timed.path]
 
 
 def test_a_folder_that_cannot_be_written_to(model: Any, folder: Path) -> None:
     folder.write_text("a file")
     with ballonet.manage(model) as managed:
         with pytest.warns(RuntimeWarning, match="cannot be kept in"):
-            found = load_or_measure(model, pace_of(managed), devices.require(), SMALL)
-        assert found.record.seconds
+            timed = load_or_measure(model, pace_of(managed), devices.require(), SMALL)
+        assert timed.record.seconds
 
 
 def test_a_link_that_cannot_be_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
     device = devices.require()
     key = key_of(model, device)
     assert set(key) == {"model", "size", "device", "driver", "link", "torch", "transformers", "ballonet"}
-    assert all(isinstance(each, str) and each for each in key.values())
+    assert all(isinstance(value, str) and value for value in key.values())
     other = copy.deepcopy(model)
     other.config._name_or_path = "elsewhere"
     assert key_of(other, device) == key

@@ -156,18 +156,18 @@ def test_kv_that_rests_goes_before_layers_of_models_that_run() -> None:
 
 
 def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCache) -> list[int]:
-    found = {
+    by_name = {
         client.name: client if isinstance(client, FakeCache) else governor._known.clients.of_model(client)
         for client in clients
     }
-    return [found[name].number * KEYS_PER_CLIENT + index for name, index in device.trace]
+    return [by_name[name].number * KEYS_PER_CLIENT + index for name, index in device.trace]
 
 
 def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
     device, governor, clock, _ = governed(20)
     one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
-    for each in (two, one):
-        each.step(5)
+    for model in (two, one):
+        model.step(5)
     device.kv = 10
     assert device.want(7)
     assert device.trace == [("two", index) for index in range(5)] + [("one", 0), ("one", 1)]
@@ -176,8 +176,8 @@ def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
 def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> None:
     device, governor, clock, _ = governed(40)
     them = [FakeCache(device, governor, clock, name) for name in "xyz"]
-    for each in (them[1], them[0], them[2]):
-        each.step(4)
+    for cache in (them[1], them[0], them[2]):
+        cache.step(4)
         clock.now += 2 * PAGES.idle
     governor.reclaim.publish_now()
     device.kv = 28
@@ -210,8 +210,8 @@ def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
         governor.after(model)
     assert [seat.name for seat, _ in governor._known.clients.paged] == ["of a of a", "of b of b"]
     free = FakeCache(device, governor, clock, "of nobody")
-    for each in (caches["b"], caches["a"], free):
-        each.step(3)
+    for cache in (caches["b"], caches["a"], free):
+        cache.step(3)
     device.kv = device.free
     assert device.want(9)
     assert trace(device) == ["of nobody"] * 3 + ["of a"] * 3 + ["of b"] * 3
@@ -451,9 +451,9 @@ def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> N
         assert device.want(1, a)
         device.kv += device.free
     named = [events.naming(key) for key in _keys_taken(device, governor, a, cache)]
-    assert [each.what for each in named] == trace(device)
+    assert [decision.what for decision in named] == trace(device)
     assert named[0] == ("hidden weights", "a", 0.0, 0)
-    cold = [each for each in named if each.what == "of a chat"]
+    cold = [decision for decision in named if decision.what == "of a chat"]
     assert cold[-1] == ("running KV", "of a chat", PAGE / LINK, 0), "it is dirty: a page over the link"
     device.kv = 0
     for _ in range(12):
@@ -461,7 +461,7 @@ def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> N
         clock.now += PAGES.dwell / 10
     counts = events.counts()
     assert counts["hidden weights"]["revert"].pages == 15, "four layers in one slot"
-    event = next(each for each in events.since().events if each.verb == "revert")
+    event = next(decision for decision in events.since().events if decision.verb == "revert")
     assert (event.what, event.by) == ("a", threading.current_thread().name)
     assert event.predicted == pytest.approx(event.pages * PAGE / LINK)
     assert event.measured is not None

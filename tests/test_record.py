@@ -45,20 +45,20 @@ def test_a_listed_point_is_its_own_time() -> None:
 def test_a_looked_up_time_is_never_below_that_of_less_work(listed: dict[tuple[int, int], float], data: Any) -> None:
     record = Record(KEY, 1.0, {Point("prefill", *point): seconds for point, seconds in listed.items()})
     batch, length = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
-    found = record.time("prefill", batch, length)
-    if found is None:
+    time = record.time("prefill", batch, length)
+    if time is None:
         assert not any(b >= batch and n >= length for b, n in listed)
         return
-    assert all(found >= seconds for (b, n), seconds in listed.items() if b <= batch and n <= length)
+    assert all(time >= seconds for (b, n), seconds in listed.items() if b <= batch and n <= length)
     more = record.time("prefill", batch + data.draw(st.integers(0, 9)), length + data.draw(st.integers(0, 9)))
-    assert more is None or more >= found
+    assert more is None or more >= time
 
 
 def test_a_record_is_kept_in_a_file(tmp_path: Path) -> None:
     path = path_of(tmp_path / "deep", KEY)
     save(RECORD.learned(Point("decode", 8, 8), 3.0), path)
     assert load(path, KEY) == RECORD, "what was learned is not kept"
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
     pieces = Record(KEY, 5e10, {**POINTS, Point("pieces", 1, 128): 0.007})
     save(pieces, path)
     assert load(path, KEY) == pieces
@@ -108,7 +108,7 @@ def test_what_an_iteration_takes_as_a_rule() -> None:
     assert RECORD.typical(*there) is None
     assert RECORD.typical("decode", 1, 100) == RECORD.time("decode", 1, 100), "where nothing ran, at most"
     assert taught((there, 0.022), (there, 0.0099)).typical(*there) == 0.0099
-    noisy = taught((there, 0.022), *[(there, each) for each in (0.010, 0.011, 0.009, 0.030, 0.010)])
+    noisy = taught((there, 0.022), *[(there, time) for time in (0.010, 0.011, 0.009, 0.030, 0.010)])
     assert noisy.typical(*there) == 0.010, "the median of the last five"
     assert noisy.time(*there) == 0.025, "that does not change: a point of less work was measured at so much"
 
@@ -127,14 +127,14 @@ def test_what_was_learned_is_believed_once_two_say_so(
     for b, n, seconds in seen:
         times.setdefault((b, n), []).append(seconds)
     believed = {at: sorted(time_[-WINDOW:])[-2:][0] for at, time_ in times.items()}
-    found = record.time("prefill", batch, length)
-    if found is None:
+    time = record.time("prefill", batch, length)
+    if time is None:
         assert not any(b >= batch and n >= length for b, n in believed)
         return
-    assert all(found >= seconds for (b, n), seconds in believed.items() if b <= batch and n <= length)
-    assert found in believed.values()
+    assert all(time >= seconds for (b, n), seconds in believed.items() if b <= batch and n <= length)
+    assert time in believed.values()
     more = record.time("prefill", batch + 1, length + 1)
-    assert more is None or more >= found
+    assert more is None or more >= time
 
 
 def test_what_is_no_time_is_not_learned() -> None:

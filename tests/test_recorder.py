@@ -111,7 +111,7 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
 def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
     second = devices.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20), number=1)
     two = (devices.of(0), second)
-    one, other = (Recorder(recorders_of(each), Timelines(interval=60)) for each in two)
+    one, other = (Recorder(recorders_of(runtime), Timelines(interval=60)) for runtime in two)
     mark("begins", second.device)
     kv = second.device.reserve(4 * PAGE, "kv", second.device.group())
     kv.map(0, 3)
@@ -230,7 +230,7 @@ def test_a_timeline_is_written_however_it_ends(
     events = json.loads(path.read_text())["traceEvents"]
     assert [event["args"]["value"] for event in events if event["name"] == "kv, bytes"][-1] == 3 * PAGE
     assert [event["name"] for event in events if event["ph"] == "i"][-1] == "inflate: pull"
-    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path: Path, device: _native.Device) -> None:

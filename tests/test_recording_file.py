@@ -99,7 +99,7 @@ def test_a_failure_to_write_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="full"):
         recording_file.write(recorded(MADE), str(path))
     assert path.read_text() == "before"
-    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("path", ["a", "a.json.gz", "a.html", ""])

@@ -43,7 +43,7 @@ def giving(them: Sequence[Model]) -> list[Model]:
 
 @st.composite
 def models(draw: st.DrawFn) -> list[Model]:
-    found = []
+    drawn = []
     for name in "abcd"[: draw(st.integers(1, 4))]:
         pages = draw(st.one_of(st.just(EQUAL), st.lists(st.integers(0, 6), min_size=1, max_size=8).map(tuple)))
         decode = draw(st.sampled_from([0.001, 0.005, 0.02, 0.1]))
@@ -59,16 +59,16 @@ def models(draw: st.DrawFn) -> list[Model]:
             base=draw(st.sampled_from([0, 0, 3])),
         )
         most = fewest(pages, sum(pages) - draw(st.integers(0, 20)), made.costs.ratio, made.cap)
-        found.append(made if most is None else replace(made, plan=most))
-    return found
+        drawn.append(made if most is None else replace(made, plan=most))
+    return drawn
 
 
 def applied(them: Sequence[Model], change: Remapping) -> list[Model]:
-    return [replace(each, plan=change.plans.get(each.name, each.plan)) for each in them]
+    return [replace(client, plan=change.plans.get(client.name, client.plan)) for client in them]
 
 
 def freed(them: Sequence[Model]) -> int:
-    return sum(each.freed for each in them)
+    return sum(step.freed for step in them)
 
 
 @given(models(), st.integers(0, 120), st.integers(0, 40))
@@ -95,34 +95,35 @@ def test_the_list_to_take_from_ends_where_all_are_at_their_caps(them: list[Model
     assert all(step.freed > 0 for step in steps)
     everything = remap(them, 10**6, 0)
     assert everything.freed == sum(step.freed for step in steps)
-    for each in them:
-        plans = [step.plan for step in steps if step.model == each.name]
-        assert plans[-1:] == [everything.plans[each.name]] if plans else each.name not in everything.plans
+    for client in them:
+        plans = [step.plan for step in steps if step.model == client.name]
+        assert plans[-1:] == [everything.plans[client.name]] if plans else client.name not in everything.plans
         smallest = [
-            streaming(each.plan.pages, spread(each.plan.pages, count), 1).device_pages for count in range(each.cap + 1)
+            streaming(client.plan.pages, spread(client.plan.pages, count), 1).device_pages
+            for count in range(client.cap + 1)
         ]
-        assert min(each.plan.device_pages, *smallest) == (plans[-1] if plans else each.plan).device_pages
+        assert min(client.plan.device_pages, *smallest) == (plans[-1] if plans else client.plan).device_pages
 
 
 @given(models(), st.integers(1, 60))
 def test_nobody_gives_before_those_in_front_of_it_are_at_their_caps(them: list[Model], wanted: int) -> None:
     change = remap(them, wanted, 0)
-    after = {each.name: each for each in applied(them, change)}
-    order = [after[each.name] for each in giving(them)]
-    for position, each in enumerate(order):
-        if each.name in change.plans:
+    after = {client.name: client for client in applied(them, change)}
+    order = [after[client.name] for client in giving(them)]
+    for position, client in enumerate(order):
+        if client.name in change.plans:
             for earlier in order[:position]:
-                if not earlier.active or earlier.priority < each.priority:
+                if not earlier.active or earlier.priority < client.priority:
                     assert remap([earlier], 1, 0).freed == 0, (earlier.name, "could still give")
 
 
 @given(models(), st.integers(0, 60))
 def test_what_is_given_back_fits_and_costs_no_time(them: list[Model], spare: int) -> None:
-    for each in them:
-        now = replace(each, plan=revert(each, spare) or each.plan)
-        assert now.plan.device_pages <= each.plan.device_pages + spare
-        assert now.stall <= each.stall + 1e-12
-        everything = revert(each, sum(each.plan.pages)) or each.plan
+    for client in them:
+        now = replace(client, plan=revert(client, spare) or client.plan)
+        assert now.plan.device_pages <= client.plan.device_pages + spare
+        assert now.stall <= client.stall + 1e-12
+        everything = revert(client, sum(client.plan.pages)) or client.plan
         assert not everything.streamed, "after the load all is resident"
 
 
@@ -134,21 +135,24 @@ def test_order() -> None:
         model("old", priority=1, used=1),
         model("new", priority=1, used=2),
     ]
-    assert [each.name for each in giving(them)] == ["new", "old", "important", "running"]
+    assert [client.name for client in giving(them)] == ["new", "old", "important", "running"]
 
 
 def test_whoever_gives_first_is_a_value() -> None:
     older, newer = model("older", used=1.0), model("newer", used=2.0)
-    assert [each.name for each in giving([older, newer])] == ["newer", "older"]
-    assert [each.name for each in giving([replace(each, mru=False) for each in (older, newer)])] == ["older", "newer"]
+    assert [client.name for client in giving([older, newer])] == ["newer", "older"]
+    assert [client.name for client in giving([replace(other, mru=False) for other in (older, newer)])] == [
+        "older",
+        "newer",
+    ]
 
 
 def test_caps_and_slots_are_values() -> None:
     """Without a cap all layers but one may go, and a plan has as many slots as are tried."""
     assert model("a", capped=False, active=True).cap == len(EQUAL) - 1 > model("a", active=True).cap
     for count in (1, 2):
-        found = remap([model("a", slots=(count,))], 20, 10)
-        assert len(found.plans["a"].slot_pages) == count
+        change = remap([model("a", slots=(count,))], 20, 10)
+        assert len(change.plans["a"].slot_pages) == count
 
 
 def test_a_cap_is_what_hides_behind_an_iteration() -> None:
@@ -169,12 +173,12 @@ def test_a_cap_is_what_hides_behind_an_iteration() -> None:
 def test_a_cap_grows_with_bandwidth_and_compute(
     pages: tuple[int, ...], seconds: float, page_seconds: float, data: st.DataObject
 ) -> None:
-    found = cap(Costs(pages, seconds, page_seconds))
-    assert cap(Costs(pages, seconds * data.draw(st.floats(1, 9)), page_seconds)) >= found
-    assert cap(Costs(pages, seconds, page_seconds / data.draw(st.floats(1, 9)))) >= found
+    count = cap(Costs(pages, seconds, page_seconds))
+    assert cap(Costs(pages, seconds * data.draw(st.floats(1, 9)), page_seconds)) >= count
+    assert cap(Costs(pages, seconds, page_seconds / data.draw(st.floats(1, 9)))) >= count
     if len(set(pages)) == 1 and pages[0]:
         hidden = seconds / (page_seconds * pages[0])
-        assert found == min(len(pages) - 1, math.floor(hidden)) or math.isclose(hidden, round(hidden), rel_tol=1e-4)
+        assert count == min(len(pages) - 1, math.floor(hidden)) or math.isclose(hidden, round(hidden), rel_tol=1e-4)
 
 
 def test_a_model_that_runs_again_drops_to_its_decode_cap() -> None:
@@ -195,7 +199,7 @@ def test_a_model_that_runs_again_drops_to_its_decode_cap() -> None:
 
 @given(models(), st.integers(0, 20))
 def test_activation_leaves_the_model_within_its_decode_cap(them: list[Model], free: int) -> None:
-    them = [replace(each, active=False) for each in them]
+    them = [replace(client, active=False) for client in them]
     change = activate(them, them[0].name, free)
     first, *others = applied(them, change)
     assert len(first.plan.streamed) <= max(replace(first, active=True).cap, 0)
@@ -212,7 +216,7 @@ def reloads(rounds: int, count: int, used: Callable[[int], float]) -> int:
     copied = 0
     for turn in range(rounds):
         index = turn % count
-        them = [replace(each, active=False) for each in them]
+        them = [replace(client, active=False) for client in them]
         running = replace(them[index], active=True, most=0, used=used(turn + count))
         back = activate([*them[:index], replace(running, active=False), *them[index + 1 :]], running.name, free=0)
         copied += them[index].freed

@@ -39,34 +39,34 @@ def report(plan: Plan, **changes: Any) -> Report:
 
 
 def test_what_a_plan_costs_and_gives() -> None:
-    found = report(at_interval(PAGES, 2))
-    assert (found.layers, len(found.streamed), found.slots, found.interval) == (32, 16, 2, 2)
-    assert found.freed_pages == (16 - 2) * 10
-    assert found.token_bytes == 16 * 10 * PAGE
-    decode, prefill = found.times["decode"], found.times["prefill"]
+    shown = report(at_interval(PAGES, 2))
+    assert (shown.layers, len(shown.streamed), shown.slots, shown.interval) == (32, 16, 2, 2)
+    assert shown.freed_pages == (16 - 2) * 10
+    assert shown.token_bytes == 16 * 10 * PAGE
+    decode, prefill = shown.times["decode"], shown.times["prefill"]
     assert decode.predicted == pytest.approx(16 * 0.004), "max(n, m r) layers"
     assert decode.predicted_stall == pytest.approx(16 * 0.004 - 0.032)
     assert (decode.measured, decode.measured_stall, decode.between) == (0.066, 0.033, 0.07)
     assert prefill.predicted == pytest.approx(0.64)
     assert prefill.predicted_stall == pytest.approx(0)
     assert (prefill.measured, prefill.met) == (None, None)
-    assert [*found.times] == ["prefill", "decode"]
+    assert [*shown.times] == ["prefill", "decode"]
 
 
 def test_time_in_the_driver_is_shown_where_there_is_some() -> None:
     last = Measured(Point("decode", 1, 9), 0.032, 0.033, 0.066, 0.07, 0.0033)
-    found = report(at_interval(PAGES, 2), last={"decode": last})
-    assert found.times["decode"].driver == 0.0033
-    assert "token, driver calls  3.3 ms, 5.0% of what was measured" in " ".join(str(found).split("\n"))
+    shown = report(at_interval(PAGES, 2), last={"decode": last})
+    assert shown.times["decode"].driver == 0.0033
+    assert "token, driver calls  3.3 ms, 5.0% of what was measured" in " ".join(str(shown).split("\n"))
     assert "driver" not in str(report(at_interval(PAGES, 2)))
 
 
 def test_predicted_is_what_the_plan_copies() -> None:
     """One of three layers in two slots stays where it is; each of the others computes in 1 ms and leaves its slot to
     the next, which takes 20 ms. A model whose layers all stay is as fast as a resident one."""
-    found = report(streaming(PAGES, spread(PAGES, 3), 2), bandwidth=RATE / 5)
-    assert found.token_bytes == 2 * 10 * PAGE
-    decode = found.times["decode"]
+    shown = report(streaming(PAGES, spread(PAGES, 3), 2), bandwidth=RATE / 5)
+    assert shown.token_bytes == 2 * 10 * PAGE
+    decode = shown.times["decode"]
     assert decode.predicted == pytest.approx(0.021 + 0.021)
     assert decode.predicted_stall == pytest.approx(0.010)
     both = report(streaming(PAGES, spread(PAGES, 2), 2), bandwidth=RATE / 100)
@@ -84,9 +84,9 @@ def test_an_slo_is_kept_as_measured_or_else_as_predicted() -> None:
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    found = report(at_interval(PAGES, 2), bandwidth=None, last={})
-    assert found.times["decode"] == Times(resident=0.032, slo=0.065)
-    assert "GB/s" not in str(found)
+    shown = report(at_interval(PAGES, 2), bandwidth=None, last={})
+    assert shown.times["decode"] == Times(resident=0.032, slo=0.065)
+    assert "GB/s" not in str(shown)
     still = report(Plan(PAGES), bandwidth=None, link_bytes=0, host_bytes=0, why="")
     assert still.times["decode"].predicted == 0.032, "nothing comes over the link"
     assert (still.freed_pages, still.interval, still.token_bytes) == (0, None, 0)
@@ -108,14 +108,14 @@ def test_the_interval_of_a_plan(layers: int) -> None:
 
 
 def test_it_is_one_json_object() -> None:
-    found = report(at_interval(PAGES, 4))
-    facts = json.loads(json.dumps(found.as_dict()))
+    shown = report(at_interval(PAGES, 4))
+    facts = json.loads(json.dumps(shown.as_dict()))
     assert facts["streamed"] == [3, 7, 11, 15, 19, 23, 27, 31]
     assert facts["times"]["decode"]["met"] is False
     assert facts["times"]["prefill"]["met"] is None
     assert (facts["interval"], facts["why"]) == (4, "the KV cache asked for it")
     with pytest.raises(FrozenInstanceError):
-        found.slots = 1  # type: ignore[misc]
+        shown.slots = 1  # type: ignore[misc]
 
 
 def test_it_is_shown() -> None:
@@ -152,9 +152,9 @@ def test_a_notebook_shows_the_same() -> None:
             cells.append(data)
 
     cells: list[str] = []
-    found = replace(report(at_interval(PAGES, 2)), why="<b>because</b>")
-    Cells().feed(found._repr_html_())
-    for line in str(found).splitlines()[1:]:
+    shown = replace(report(at_interval(PAGES, 2)), why="<b>because</b>")
+    Cells().feed(shown._repr_html_())
+    for line in str(shown).splitlines()[1:]:
         name, value = line.strip().split("  ", 1)
         assert name in cells
         assert value.strip() in cells
@@ -162,18 +162,18 @@ def test_a_notebook_shows_the_same() -> None:
 
 def test_where_a_model_is_and_with_what_it_is_managed() -> None:
     options = ManageOptions(priority=2, prefix_dir=Path("/var/prefixes"))
-    found = replace(
+    shown = replace(
         report(at_interval(PAGES, 2)),
         pages=3,
         host_pages=2,
         unmanaged_tensors={"lm_head.weight": "no room"},
         options=options,
     )
-    text = " ".join(str(found).split())
+    text = " ".join(str(shown).split())
     assert "weights 3 pages (2.93KiB), 2 pages (1.95KiB) on the host" in text
     assert "unmanaged: lm_head.weight no room" in text
-    facts = json.loads(json.dumps(found.as_dict()))
+    facts = json.loads(json.dumps(shown.as_dict()))
     assert (facts["pages"], facts["host_pages"], facts["released"]) == (3, 2, False)
     assert facts["unmanaged_tensors"] == {"lm_head.weight": "no room"}
     assert (facts["options"]["priority"], facts["options"]["prefix_dir"]) == (2, "/var/prefixes")
-    assert str(replace(found, released=True)).splitlines()[1:] == ["  managed  no more"]
+    assert str(replace(shown, released=True)).splitlines()[1:] == ["  managed  no more"]

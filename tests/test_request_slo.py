@@ -16,13 +16,13 @@ requests = st.builds(RequestSLO, slos, slos, st.floats(0, 5))
 
 @given(requests, st.integers(1, 3000), st.integers(1, 500), st.floats(5, 10))
 def test_the_nearest_slo_can_be_kept(slo: RequestSLO, prompt: int, new: int, now: float) -> None:
-    found = refused(PARTS, slo, prompt, new, 256, now)
-    if found is None:
+    refusal = refused(PARTS, slo, prompt, new, 256, now)
+    if refusal is None:
         return
-    assert found.possible > found.asked
-    asked = {"ttft": slo.ttft, "tpot": slo.tpot} | {found.slo: found.possible * (1 + 1e-9)}
+    assert refusal.possible > refusal.asked
+    asked = {"ttft": slo.ttft, "tpot": slo.tpot} | {refusal.slo: refusal.possible * (1 + 1e-9)}
     again = refused(PARTS, RequestSLO(asked["ttft"], asked["tpot"], slo.arrived), prompt, new, 256, now)
-    assert again is None or again.slo != found.slo
+    assert again is None or again.slo != refusal.slo
 
 
 def test_what_it_has_waited_is_gone() -> None:
@@ -44,7 +44,7 @@ def test_a_long_prompt_takes_all_of_its_steps() -> None:
 @given(st.lists(st.tuples(st.integers(1, 400), requests), max_size=12), st.integers(1, 400), requests)
 def test_who_begins_breaks_nobodys_slo(running: list[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO) -> None:
     together = [*running, (tokens, slo)]
-    strictest = tightest(each for _, each in together).tpot
+    strictest = tightest(promised for _, promised in together).tpot
     seconds = PARTS.seconds(Step.of((1, held) for held, _ in together))
     expected = strictest is None or seconds <= strictest or not running
     assert may_begin(PARTS, running, tokens, slo) == expected

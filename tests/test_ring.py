@@ -45,7 +45,7 @@ class Model:
                 parts.append(LayerPart(range_, mover, offset, 0, range_.pieces))
                 offset += count
             layers.append(StreamedLayer(layer, slot, tuple(parts)))
-        self.layers = {each.layer: each for each in layers}
+        self.layers = {entry.layer: entry for entry in layers}
         self.values = {layer: layer + 1 for layer in self.layers}
         self.ring = Ring(core.device, self.group)
         self.ring.arrange(self.plan.slot_pages, layers)
@@ -67,9 +67,9 @@ class Model:
         self.ring.leave(layer, lambda _: ahead)
 
     def slot(self, layer: int) -> Range:
-        found = self.ring.slot(layer)
-        assert found is not None
-        return found.range
+        taken = self.ring.slot(layer)
+        assert taken is not None
+        return taken.range
 
     def reads_right(self, layer: int, stream: int = 0, slot: Range | None = None) -> bool:
         """Reads its slot as an operator of the layer does: told to the order checker, which is all that there is of
@@ -97,26 +97,26 @@ class Model:
 
     def arrange(self, streamed: Sequence[int]) -> None:
         """Streams these from now on; those that are resident have new backings."""
-        for layer, each in self.layers.items():
-            if any(part.backing.closed for part in each.parts):
-                parts = tuple(replace(part, mover=self.mover(part.range)) for part in each.parts)
-                self.layers[layer] = replace(each, parts=parts)
+        for layer, entry in self.layers.items():
+            if any(part.backing.closed for part in entry.parts):
+                parts = tuple(replace(part, mover=self.mover(part.range)) for part in entry.parts)
+                self.layers[layer] = replace(entry, parts=parts)
         coming = self.on_host() - {*streamed, *self.ring.own.layers}
-        given = ([self.layers[layer] for layer in each] for each in (streamed, sorted(coming)))
+        given = ([self.layers[layer] for layer in layers] for layers in (streamed, sorted(coming)))
         self.ring.arrange(self.plan.slot_pages, *given)
 
     def on_host(self) -> set[int]:
         return {
             layer
-            for layer, each in self.layers.items()
-            if any(part.range.leads_to(0) == "alias" for part in each.parts)
+            for layer, entry in self.layers.items()
+            if any(part.range.leads_to(0) == "alias" for part in entry.parts)
         }
 
     def take(self, layer: int) -> int:
         """The core takes its own slot, or its pages; how many."""
-        each = self.layers[layer]
+        entry = self.layers[layer]
         offer = self.ring.own.offer(layer) or [
-            (part.range, part.first, part.count, part.backing.pages, part.first, []) for part in each.parts
+            (part.range, part.first, part.count, part.backing.pages, part.first, []) for part in entry.parts
         ]
         self.core.device.publish([(layer, self.group, offer)])
         return self.core.device.take([layer])
@@ -243,7 +243,7 @@ def test_any_order_of_layers_and_of_what_is_done_to_them(pages: list[int], slots
                 assert (layer in it.ring.own.layers) == (offset == 0), (
                     "of which a part had come it has no slot any more"
                 )
-                assert {each.range.leads_to(0) for each in it.layers[layer].parts} == {"alias"}
+                assert {part.range.leads_to(0) for part in it.layers[layer].parts} == {"alias"}
             elif step == "release":
                 it.ring.release_layers()
                 assert it.ring.enter(layer, lane) is None
@@ -256,7 +256,7 @@ def test_any_order_of_layers_and_of_what_is_done_to_them(pages: list[int], slots
                     it.ring.give_away(layer)
                     assert it.reads_right(layer, 0, kept)
                     kept.close()
-            assert all(it.shows_right(each) for each in streamed)
+            assert all(it.shows_right(index) for index in streamed)
             assert resident or it.core.device.snapshot()["copied"]["weights_d2h"] == 0, "the host has them all the time"
             it.core.device.check()
 

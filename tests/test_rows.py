@@ -177,14 +177,14 @@ prefix reuse: what is stored is the same cache held by hand, to the bit
 
 def rows(text: str) -> list[Row]:
     """A line of a claim, and below it those of its proofs."""
-    found: list[Row] = []
+    table: list[Row] = []
     for line in text.splitlines():
         if line and line[0] not in " #":
-            found.append(Row(line, [], []))
+            table.append(Row(line, [], []))
         elif line.startswith("  "):
             kind, *proofs = line.split()
-            {"cpu": found[-1].cpu, "gpu": found[-1].gpu}[kind].extend(proofs)
-    return found
+            {"cpu": table[-1].cpu, "gpu": table[-1].gpu}[kind].extend(proofs)
+    return table
 
 
 @pytest.fixture
@@ -220,10 +220,10 @@ def test_every_row_is_shown(row: Row, run: ModuleType) -> None:
     missing = [proof for proof in row.cpu if not is_there(proof)]
     for proof in row.gpu:
         if proof.startswith("figure:"):
-            found = proof in figures
+            shown = proof in figures
         else:
-            found = is_there(proof) and ROOT / "tests" / proof.partition("::")[0] in tests
-        missing += [] if found else [proof]
+            shown = is_there(proof) and ROOT / "tests" / proof.partition("::")[0] in tests
+        missing += [] if shown else [proof]
     assert not missing
 
 

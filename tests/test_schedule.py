@@ -86,18 +86,18 @@ def test_any_schedule_is_the_one_worked_out_event_by_event(data: st.DataObject) 
     compute = data.draw(st.lists(times, min_size=layers, max_size=layers))
     transfer = data.draw(st.lists(times, min_size=len(at), max_size=len(at)))
     slots = data.draw(st.integers(1, 4))
-    found = simulate(compute, transfer, at, slots)
+    schedule = simulate(compute, transfer, at, slots)
     # Passes repeat after a few; 60 of them are measured, a multiple of every period that so few slots can have.
-    assert found == worked_out(compute, transfer, at, slots, 120)
-    assert found.time >= max(found.compute, found.link)
-    assert found.stall == found.time - found.compute
-    assert simulate(compute, transfer, at, slots + 1).time <= found.time
+    assert schedule == worked_out(compute, transfer, at, slots, 120)
+    assert schedule.time >= max(schedule.compute, schedule.link)
+    assert schedule.stall == schedule.time - schedule.compute
+    assert simulate(compute, transfer, at, slots + 1).time <= schedule.time
     fixed = [j % slots for j in range(len(at))]
     given_each = simulate(compute, transfer, at, fixed)
     assert given_each == worked_out(compute, transfer, at, fixed, 120)
-    assert given_each.time >= found.time
+    assert given_each.time >= schedule.time
     if len(at) % slots == 0:
-        assert given_each == found
+        assert given_each == schedule
 
 
 def test_two_slots_have_a_closed_form_exactly_where_it_is_right() -> None:
@@ -108,10 +108,10 @@ def test_two_slots_have_a_closed_form_exactly_where_it_is_right() -> None:
             between = {near * Fraction(percent, 100) for percent in (80, 90, 99, 100, 101, 110)}
             for at in filter(lambda at: is_even(layers, at), combinations(range(layers), count)):
                 for ratio in sorted({*RATIOS, *between}):
-                    found, formula = passes(layers, at, ratio, 2), two_slots(layers, count, ratio)
-                    assert closed_form(layers, at, 2, ratio) == (formula if found == formula else None)
+                    measured, formula = passes(layers, at, ratio, 2), two_slots(layers, count, ratio)
+                    assert closed_form(layers, at, 2, ratio) == (formula if measured == formula else None)
                     if at == evenly(layers, count) and (ratio.denominator == 1 or layers % count == 0):
-                        assert found == formula
+                        assert measured == formula
 
 
 def test_passes_that_would_repeat_after_a_million() -> None:

@@ -93,7 +93,9 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
     assert [(told[name].end, told[name].tokens, told[name].prompt) for name in "012"] == [
         ("finished", 8, len(prompt)) for prompt in asked
     ]
-    assert all(each.came <= each.began < each.first < each.ended for each in (told[name] for name in "012"))
+    assert all(
+        request.came <= request.began < request.first < request.ended for request in (told[name] for name in "012")
+    )
     assert (told["huge"].end, told["huge"].began) == ("refused", 0)
     assert told["cancelled"].end == "cancelled"
     assert {request.loop for request in done.requests} == set(done.batches) == {"Tiny-1B"}

@@ -53,10 +53,10 @@ class ByHand:
         )
         self._cache.crop(self.reused - self._cache.get_seq_length())
         ids = torch.tensor([prompt])
-        found = self._model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, **options)
-        self.tokens = found[0].tolist()
+        output = self._model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, **options)
+        self.tokens = output[0].tolist()
         self._held = self.tokens[: self._cache.get_seq_length()]
-        said: str = self._tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
+        said: str = self._tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
         self._messages.append({"role": "assistant", "content": said})
         return said
 

@@ -55,8 +55,8 @@ def change(total: int | None = None) -> list[dict[str, Any]]:
 
 
 def parts() -> dict[int, int]:
-    (found,) = change()
-    return {each["pid"]: each["part"] for each in found["parts"]}
+    (row,) = change()
+    return {part["pid"]: part["part"] for part in row["parts"]}
 
 
 def within(watcher: Watcher) -> None:
@@ -105,9 +105,9 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
         asked.append(pid)
         if when == "before it is asked":
             return stock(pid, number, 0.05)
-        found = stock(pid, number, 60.0)
+        answer = stock(pid, number, 60.0)
         stop()
-        return found
+        return answer
 
     def stop() -> None:
         (ledger,) = ledgers()
@@ -183,9 +183,9 @@ def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any
     devices.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
         shared.join(devices.of(), wanted, 0, 0, sharing)
-        found = devices.of().shared
-        assert isinstance(found, shared_part.Share)
-        yield found
+        share = devices.of().shared
+        assert isinstance(share, shared_part.Share)
+        yield share
     finally:
         devices.stop()
         control.stop()
@@ -198,10 +198,10 @@ def test_the_total_changes_while_they_run(start: Start, capsys: pytest.CaptureFi
         second.do(f"get {6 * MIB}")
         second.do("drop")
         assert main(["budget", "--shared", "8MiB", "--json"]) == 0, capsys.readouterr().err
-        (found,) = json.loads(capsys.readouterr().out)
-        assert found["total"] == 8 * MIB
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["total"] == 8 * MIB
         watcher.total = 8 * MIB
-        assert sum(each["part"] for each in found["parts"]) <= 8 * MIB
+        assert sum(part["part"] for part in row["parts"]) <= 8 * MIB
         assert second.do(f"get {4 * MIB}") == "out of memory"
         with pytest.raises(SharedBudgetError, match="cannot give: the total is 8MiB as before"):
             change(4 * MIB)
@@ -230,14 +230,14 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
         assert process.do("say 64") == stock
         return parts()[process.pid] == max(parts().values())
 
-    with Watcher([each.pid for each in processes], total) as watcher:
-        for each in processes:
+    with Watcher([process.pid for process in processes], total) as watcher:
+        for peer in processes:
             before = dict(watcher.most)
             watcher.most = dict.fromkeys(before, 0)
-            until(partial(pages_follow, each))
-        for each in processes:
-            each.begin("say 64")
-        assert [each.answer() for each in processes] == [stock] * 3
+            until(partial(pages_follow, peer))
+        for peer in processes:
+            peer.begin("say 64")
+        assert [process.answer() for process in processes] == [stock] * 3
     within(watcher)
     assert all(watcher.most.values())
 
@@ -269,8 +269,8 @@ def test_a_total_waits_for_who_answers_late(start: Start, monkeypatch: pytest.Mo
         return stock(pid, *args) if len(asked) > 3 else None
 
     monkeypatch.setattr(shared_total, "ask_to_give", late)
-    (found,) = change(6 * MIB)
-    assert (found["total"], asked[:4]) == (6 * MIB, [process.pid] * 4)
+    (row,) = change(6 * MIB)
+    assert (row["total"], asked[:4]) == (6 * MIB, [process.pid] * 4)
 
 
 def test_figures_are_published(
@@ -283,7 +283,7 @@ def test_figures_are_published(
         for what, wanted in {"total": 16 * MIB, "part": share.part, "floor": FLOOR}.items():
             assert registry.REGISTRY.get_sample_value("ballonet_shared_budget_bytes", {"what": what}) == wanted
         main(["budget", "--shared", "--json"])
-        (found,) = json.loads(capsys.readouterr().out)
-        assert {each["pid"] for each in found["parts"]} > {process.pid}
+        (row,) = json.loads(capsys.readouterr().out)
+        assert {part["pid"] for part in row["parts"]} > {process.pid}
         main(["top", str(process.pid), "--once"])
         assert "16MiB, with other processes" in capsys.readouterr().out

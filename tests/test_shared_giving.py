@@ -33,9 +33,9 @@ def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iter
     tuned(weights={"large": 2**11})
     ballonet.install(64 * 2**20, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
     shared.join(devices.of(), TOTAL, 0, 0, replace(DEFAULT.sharing, patience=300.0))
-    found = devices.of().shared
-    assert isinstance(found, Share)
-    yield found
+    part = devices.of().shared
+    assert isinstance(part, Share)
+    yield part
     take_out()
 
 

@@ -43,7 +43,7 @@ def test_a_part_grows_by_what_is_free_in_whole_pages(ledger: SharedLedger, other
     assert ledger.raise_to(other.pid, 10, PAGE) == 70, "nobody is lowered by that"
     ledger.leave(ME)
     assert ledger.read().parts.keys() == {other.pid}
-    assert [each.path for each in ledgers(ledger.path.parent)] == [ledger.path]
+    assert [other.path for other in ledgers(ledger.path.parent)] == [ledger.path]
 
 
 def test_who_is_killed_has_nothing_any_more(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for_longer(ledger
 def test_nobody_else_can_read_or_write_it(ledger: SharedLedger) -> None:
     ledger.join(ME, 0, 100, 0)
     assert ledger.path.parent.stat().st_mode & 0o077 == 0
-    assert {each.stat().st_mode & 0o777 for each in ledger.path.parent.iterdir()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in ledger.path.parent.iterdir()} == {0o600}
     ledger.path.parent.chmod(0o755)
     with pytest.raises(OSError, match="only this user can enter"):
         SharedLedger("cpu", ledger.path.parent)

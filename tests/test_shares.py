@@ -37,11 +37,11 @@ def processes(draw: st.DrawFn, rested: bool = False) -> list[Sharer]:
 
 def after(members: Sequence[Sharer], parts: Sequence[int]) -> list[Sharer]:
     """The same processes with those parts, who use what they have use for as far as it goes."""
-    found = list[Sharer]()
+    sharers = list[Sharer]()
     for member, part in zip(members, parts, strict=True):
         needed = max(member.used, member.wanted)
-        found.append(replace(member, part=part, used=min(part, needed), wanted=needed if needed > part else 0))
-    return found
+        sharers.append(replace(member, part=part, used=min(part, needed), wanted=needed if needed > part else 0))
+    return sharers
 
 
 @given(processes(), st.integers(0, 2 * TOTAL))
@@ -49,7 +49,7 @@ def test_together_they_never_have_more_than_the_total_or_than_before(members: li
     before, parts = sum(member.part for member in members), shares(total, members, TUNING)
     assert sum(parts) <= max(total, before)
     if before > total:
-        assert all(part <= each.part for part, each in zip(parts, members, strict=True)), "it is lowered first"
+        assert all(part <= member.part for part, member in zip(parts, members, strict=True)), "it is lowered first"
         floors = sum(member.floor for member in members)
         assert sum(parts) <= max(total, floors)
 
@@ -66,9 +66,9 @@ def test_nobody_starves(members: list[Sharer]) -> None:
     """Who wants more has half of an equal share at the least, however little it lacks."""
     parts = shares(TOTAL, members, TUNING)
     half, floors = TOTAL // (2 * len(members)), sum(member.floor for member in members)
-    for part, each in zip(parts, members, strict=True):
-        if each.wanted > each.part and floors <= TOTAL // 2:
-            assert part >= min(each.wanted, half) - len(members)
+    for part, member in zip(parts, members, strict=True):
+        if member.wanted > member.part and floors <= TOTAL // 2:
+            assert part >= min(member.wanted, half) - len(members)
 
 
 @given(processes(rested=True))
@@ -76,7 +76,7 @@ def test_what_came_out_stays(members: list[Sharer]) -> None:
     """Two that are busy do not take from each other what the other took before."""
     first = after(members, shares(TOTAL, members, TUNING))
     second = after(first, shares(TOTAL, first, TUNING))
-    assert list(shares(TOTAL, second, TUNING)) == [each.part for each in second]
+    assert list(shares(TOTAL, second, TUNING)) == [member.part for member in second]
 
 
 def test_what_is_free_goes_first_and_then_what_is_idle() -> None:

@@ -14,28 +14,28 @@ UNDER_WAY = (PieceState.SAVING, PieceState.IN_SLOT, PieceState.ARRIVING)
 
 def test_each_event_is_in_the_table() -> None:
     assert set(TABLE) == set(PieceEvent)
-    assert {each.after for each in TABLE.values()} == set(PieceState)
-    assert all(each.guard for each in TABLE.values())
+    assert {move.after for move in TABLE.values()} == set(PieceState)
+    assert all(move.guard for move in TABLE.values())
 
 
 def test_each_undo_goes_back() -> None:
     """From wherever an event leads, its undo leads to where an event of that kind may begin again."""
-    undone = [each for each in TABLE.values() if each.undo is not None]
-    assert {each.after for each in undone} == set(UNDER_WAY)
-    for each in undone:
-        assert each.undo is not None
-        back = TABLE[each.undo]
-        assert each.after in back.before
-        assert back.after in each.before
+    undone = [move for move in TABLE.values() if move.undo is not None]
+    assert {move.after for move in undone} == set(UNDER_WAY)
+    for move in undone:
+        assert move.undo is not None
+        back = TABLE[move.undo]
+        assert move.after in back.before
+        assert back.after in move.before
 
 
 def test_bytes_are_never_without_a_place() -> None:
     """Only the device has what is resident: such a piece is saved before it leaves, unless the core takes it, which
     copies. What only the backing has comes to the device before it is resident."""
-    resident = {event for event, each in TABLE.items() if PieceState.RESIDENT in each.before}
+    resident = {event for event, move in TABLE.items() if PieceState.RESIDENT in move.before}
     assert resident == {PieceEvent.SAVE, PieceEvent.TAKEN, PieceEvent.DROP}
     leaves = {
-        event for event, each in TABLE.items() if PieceState.OFFLOADED in each.before and event is not PieceEvent.DROP
+        event for event, move in TABLE.items() if PieceState.OFFLOADED in move.before and event is not PieceEvent.DROP
     }
     assert leaves == {PieceEvent.BIND, PieceEvent.FETCH, PieceEvent.MOVED}
 
@@ -55,8 +55,8 @@ def test_sets_say_what_single_pieces_do(events: list[tuple[PieceEvent, int, int]
                 pieces = {piece for piece in range(PIECES) if model[piece] is state}
                 assert set(states[state]) == pieces
                 assert states[state].count == len(pieces)
-        found = states.within(2, 9, PieceState.CLEAN, PieceState.OFFLOADED)
-        there = {piece for run in found for piece in range(*run)}
+        runs = states.within(2, 9, PieceState.CLEAN, PieceState.OFFLOADED)
+        there = {piece for run in runs for piece in range(*run)}
         assert there == {piece for piece in range(2, 9) if model[piece] in (PieceState.CLEAN, PieceState.OFFLOADED)}
 
 
@@ -65,8 +65,8 @@ def test_what_is_begun_and_undone_is_as_it_was(
     events: list[tuple[PieceEvent, int, int]], event: PieceEvent, pieces: set[int]
 ) -> None:
     states = PieceStates()
-    for each, one, other in events:
-        states.move_run(each, min(one, other), max(one, other))
+    for change, one, other in events:
+        states.move_run(change, min(one, other), max(one, other))
     undo = TABLE[event].undo
     chosen = {piece for piece in pieces if states.of(piece) in TABLE[event].before}
     before = {piece: states.of(piece) for piece in chosen}

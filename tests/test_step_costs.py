@@ -27,16 +27,16 @@ def learned(parts: Parts, assumed: tuple[float, float] = (0.0, 0.0)) -> StepCost
 @given(times, times, times, times)
 def test_the_parts_are_found_again(fixed: float, row: float, key: float, pair: float) -> None:
     parts = Parts(fixed, row / 100, key / 1000, pair / 100_000)
-    found = fitted([(step, parts.seconds(step)) for step in SIZES])
-    assert found is not None
+    fit = fitted([(step, parts.seconds(step)) for step in SIZES])
+    assert fit is not None
     for step in SIZES:
-        assert found.seconds(step) == pytest.approx(parts.seconds(step), rel=1e-3)
+        assert fit.seconds(step) == pytest.approx(parts.seconds(step), rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5000), times), min_size=4, max_size=12))
 def test_no_part_is_ever_negative(seen: list[tuple[int, int, float]]) -> None:
-    found = fitted([(Step(new, new + held), seconds) for new, held, seconds in seen])
-    assert found is None or min(found.fixed, found.row, found.key, found.pair) >= 0
+    fit = fitted([(Step(new, new + held), seconds) for new, held, seconds in seen])
+    assert fit is None or min(fit.fixed, fit.row, fit.key, fit.pair) >= 0
 
 
 @pytest.mark.parametrize("length", [50, 150, 400])

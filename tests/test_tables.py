@@ -76,11 +76,11 @@ def test_no_interval_is_an_answer_and_not_an_exception(
 ) -> None:
     """Select-N, admission: an empty set is a refusal that says what the nearest SLO is."""
     costs = Costs(pages, seconds, page_seconds)
-    found = share([LinkClient("a", costs, 1000, slo, available)], 1000 / page_seconds)
-    if isinstance(found, Shares):
-        assert costs.time(found.options["a"].interval) <= slo
+    outcome = share([LinkClient("a", costs, 1000, slo, available)], 1000 / page_seconds)
+    if isinstance(outcome, Shares):
+        assert costs.time(outcome.options["a"].interval) <= slo
     else:
-        assert found.slo is None or found.slo > 0
+        assert outcome.slo is None or outcome.slo > 0
 
 
 # -- Oneiros

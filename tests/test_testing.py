@@ -29,7 +29,7 @@ def device() -> Iterator[Device]:
 
 
 def test_variables_of_the_environment() -> None:
-    found = testing.environment(
+    variables = testing.environment(
         chaos=7,
         fault="cuMemMap:7,cuMemCreate=700:1",
         link="2GB/s",
@@ -37,7 +37,7 @@ def test_variables_of_the_environment() -> None:
         peer_link="1GB/s",
         replica_faults="/tmp/faults",
     )
-    assert Config.from_env(found) == Config(
+    assert Config.from_env(variables) == Config(
         chaos=7,
         faults=(("cuMemMap", 7), ("cuMemCreate=700", 1)),
         link_bandwidth=2 * 10**9,

@@ -100,7 +100,7 @@ def test_what_remains_of_too_many_events(events: list[LoggedEvent], limit: int) 
         return
     assert len(kept) <= limit // 2
     remaining = iter(events)
-    assert all(any(event is each for each in remaining) for event in kept), "in their order"
+    assert all(any(event is other for other in remaining) for event in kept), "in their order"
     of = Counter((event.lever, event.verb) for event in events)
     left = Counter((event.lever, event.verb) for event in kept)
     cut = {name: count for name, count in left.items() if count < of[name]} | {name: 0 for name in of if not left[name]}

@@ -162,8 +162,8 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         return opened[-1]
 
     yield start
-    for each in opened:
-        each.close()
+    for shown in opened:
+        shown.close()
 
 
 @pytest.mark.usefixtures("installed")
@@ -295,9 +295,9 @@ def test_each_device_of_a_process_is_shown_and_has_its_budget(
     assert top.end() == 0
 
     assert main(["top", f"{pid}", "--once", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["processes"]
-    assert [(each["device"]["number"], each["budget"]) for each in found] == [(0, 2**23), (1, 2**22)]
-    assert [each["events"][-1:] != [] for each in found] == [False, True], "each has its own decisions"
+    processes = json.loads(capsys.readouterr().out)["processes"]
+    assert [(process["device"]["number"], process["budget"]) for process in processes] == [(0, 2**23), (1, 2**22)]
+    assert [process["events"][-1:] != [] for process in processes] == [False, True], "each has its own decisions"
 
 
 # -- no terminal, and scripts
@@ -391,15 +391,15 @@ class Looking:
 
 def calls_of_steps(model: Any, enough: Callable[[], bool]) -> Counter[int]:
     """How many decode steps made how many of ballonet's calls on this thread, until it is enough."""
-    found = Counter[int]()
+    calls = Counter[int]()
     with torch.no_grad():
         cache = model(prompts(batch=1, longest=9)["input_ids"], use_cache=True).past_key_values
-        while not enough() or found.total() < 16:
+        while not enough() or calls.total() < 16:
             names: list[str] = []
             with each_call(lambda frame, to=names: to.append(frame.f_globals.get("__name__", ""))):
                 model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
-            found[sum(name.startswith("ballonet.") for name in names)] += 1
-    return found
+            calls[sum(name.startswith("ballonet.") for name in names)] += 1
+    return calls
 
 
 def test_a_decode_makes_no_more_calls_while_it_is_watched(tuned: Tuned) -> None:
@@ -419,11 +419,11 @@ def calls_of_a_look(layers: int) -> int:
     with ballonet.manage(model):
         model.generate(**prompts(batch=1, longest=9), max_new_tokens=3, do_sample=False)
         cursor, driver = looks.look()["cursor"], asked()
-        found: list[Any] = []
-        with each_call(lambda frame: found.append(frame.f_code.co_qualname)):
-            assert [each["layers"] for each in looks.look(cursor)["models"]] == [layers]
+        calls: list[Any] = []
+        with each_call(lambda frame: calls.append(frame.f_code.co_qualname)):
+            assert [row["layers"] for row in looks.look(cursor)["models"]] == [layers]
         assert asked() == driver, "it asks the driver nothing"
-        return len(found)
+        return len(calls)
 
 
 def test_a_look_costs_few_calls(tuned: Tuned) -> None:

@@ -61,18 +61,18 @@ def train(model: Any, losses: Callable[[Any], list[torch.Tensor]], checkpointing
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    tensors = []
     for _ in range(2):
         optimizer.zero_grad()
         for loss in losses(model):
             loss.backward()
-            found.append(loss.detach())
-        found += [parameter.grad.clone() for parameter in model.parameters()]
+            tensors.append(loss.detach())
+        tensors += [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
     model.eval()
     if checkpointing:
         model.gradient_checkpointing_disable()
-    return found + [parameter.detach().clone() for parameter in model.parameters()]
+    return tensors + [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_two_steps_of_training(
     with testing.manage(model, chaos=chaos):
         weights = [parameter.data_ptr() for parameter in model.parameters()]
         before = generate(model, "greedy", INPUTS)
-        found = train(model, losses, checkpointing)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        tensors = train(model, losses, checkpointing)
+        assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
         assert [parameter.data_ptr() for parameter in model.parameters()] == weights
         after = generate(model, "greedy", INPUTS)
         assert after.agrees(tokens)
@@ -113,21 +113,21 @@ def test_one_cache_with_gradients_without_and_in_inference_mode() -> None:
         model = build("llama")
 
     def run(cache: Any) -> tuple[list[torch.Tensor], list[bool]]:
-        found, elastic = [], []
+        outputs, elastic = [], []
         for index, mode in enumerate(modes):
             with mode():
                 ids = INPUTS["input_ids"][:, index : index + 2]
-                found.append(model(ids, past_key_values=cache).logits.detach().clone())
+                outputs.append(model(ids, past_key_values=cache).logits.detach().clone())
             elastic.append(all(getattr(layer, "elastic", False) for layer in cache.layers))
             if mode is torch.enable_grad:
                 for layer in cache.layers:  # as programs do that keep a cache from step to step
                     layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-        return found, elastic
+        return outputs, elastic
 
     expected, _ = run(DynamicCache(config=model.config))
     with ballonet.manage(model):
-        found, elastic = run(KVCache(model.config))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        results, elastic = run(KVCache(model.config))
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
     assert elastic == [True, True, False, True, False, True]
 
 
@@ -154,24 +154,24 @@ def total(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def transformed(layer: Any) -> torch.Tensor:
     """torch.func: the gradient by the new keys."""
-    found: torch.Tensor = torch.func.grad(total(layer))(fresh(1, 2)[0])
-    return found
+    gradient: torch.Tensor = torch.func.grad(total(layer))(fresh(1, 2)[0])
+    return gradient
 
 
 def mapped(layer: Any) -> torch.Tensor:
     """torch.func: one update for each of many keys."""
-    found: torch.Tensor = torch.func.vmap(total(layer))(torch.stack([fresh(1, seed)[0] for seed in range(3)]))
-    return found
+    values: torch.Tensor = torch.func.vmap(total(layer))(torch.stack([fresh(1, seed)[0] for seed in range(3)]))
+    return values
 
 
 @pytest.mark.parametrize("derive", [tangents, transformed, mapped])
 def test_other_derivatives_go_through_the_stock_path(derive: Callable[[Any], torch.Tensor]) -> None:
-    found = []
+    derivatives = []
     for layer in (ElasticLayer(), DynamicLayer()):
         layer.update(*fresh(5, 1))
-        found.append(derive(layer))
-    assert found[0] is not None
-    assert torch.equal(*found)
+        derivatives.append(derive(layer))
+    assert derivatives[0] is not None
+    assert torch.equal(*derivatives)
 
 
 def test_gradients_lie_in_the_pool_and_are_given_back() -> None:

@@ -176,21 +176,21 @@ def test_streaming_models_that_call_each_other(installed: None, tuned: Tuned) ->
                 lambda *_: meet() if threading.get_ident() == own else None
             )
             own = threading.get_ident()
-            found: torch.Tensor = models[n](**INPUTS).logits
+            logits: torch.Tensor = models[n](**INPUTS).logits
             handle.remove()
-            return found
+            return logits
 
         running = [started(lambda n=n: run(n)) for n in range(2)]  # type: ignore[misc]
-        outer = [each.result(LONG) for each in running]
+        outer = [future.result(LONG) for future in running]
         for n in range(2):
             assert torch.allclose(outer[n], expected[n], atol=1e-5)
             assert torch.allclose(inner[n], expected[n], atol=1e-5)
     with torch.no_grad():
         for model in models:
             model(**INPUTS)
-    assert all(each._weights.group.leases == 0 for each in managed)
-    for each in managed:
-        each.release()
+    assert all(owner._weights.group.leases == 0 for owner in managed)
+    for owner in managed:
+        owner.release()
 
 
 class Parallel(nn.Module):
@@ -202,14 +202,14 @@ class Parallel(nn.Module):
         self.wait = wait
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
 
         def run() -> None:
             with torch.no_grad():
-                found.append(self.inner(states))
+                outputs.append(self.inner(states))
 
         self.wait(run)
-        return found[0]
+        return outputs[0]
 
 
 @pytest.mark.parametrize("wait", [joins, asks])
@@ -273,11 +273,11 @@ def test_a_forward_that_begins_takes_nothing_in_once_the_model_is_released(
         return open_lease()
 
     monkeypatch.setattr(managed._forwards, "_lease", stop)
-    found = started(lambda: model(**INPUTS).logits)
+    future = started(lambda: model(**INPUTS).logits)
     assert reached.wait(LONG)
     managed.release()
     go_on.set()
-    assert torch.allclose(found.result(LONG), expected, atol=1e-5)
+    assert torch.allclose(future.result(LONG), expected, atol=1e-5)
     assert none_in_pool(model)
 
 
@@ -332,8 +332,8 @@ def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leas
 
     @torch.no_grad()
     def run(_: object = None) -> torch.Tensor:
-        found: torch.Tensor = model(**INPUTS).logits
-        return found
+        logits: torch.Tensor = model(**INPUTS).logits
+        return logits
 
     for at, _ in enumerate(at_each_line(nullcontext, run, turns, forwards, streamed, least=100)):
         if at % 2:

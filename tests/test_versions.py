@@ -52,7 +52,7 @@ def test_install_warns_once_of_a_version_newer_than_tested(pretended: dict[str, 
     pretended["transformers"] = "99.1.0"
     with pytest.warns(RuntimeWarning, match=r"transformers 99\.1\.0 is newer than") as warned:
         ballonet.install(BUDGET, device="cpu")
-    assert [each.filename for each in warned] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
     ballonet.restore()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -85,10 +85,10 @@ def test_kv_by_tier_counts_each_page_and_each_folder_once() -> None:
 
 
 def test_durations_are_counted_by_bucket() -> None:
-    found = Histogram((0.1, 1.0))
+    histogram = Histogram((0.1, 1.0))
     for seconds in (0.05, 0.1, 0.11, 5.0):
-        found.add(seconds)
-    assert found.to_dict() == {"bounds": [0.1, 1.0], "counts": [2, 1, 1], "seconds": pytest.approx(5.26)}
+        histogram.add(seconds)
+    assert histogram.to_dict() == {"bounds": [0.1, 1.0], "counts": [2, 1, 1], "seconds": pytest.approx(5.26)}
 
 
 def test_requests_are_measured_from_their_arrival_and_by_token() -> None:
@@ -115,9 +115,9 @@ def test_requests_are_measured_from_their_arrival_and_by_token() -> None:
 
 
 def test_models_of_one_name_are_told_apart() -> None:
-    found = with_names([{"name": "a", "path": "x/a"}, {"name": "a", "path": "y/a"}, {"name": "a", "path": "x/a"}])
-    assert [each["name"] for each in found] == ["a", "a (2)", "a (3)"]
-    assert [each["path"] for each in found] == ["x/a", "y/a", "x/a (2)"]
+    rows = with_names([{"name": "a", "path": "x/a"}, {"name": "a", "path": "y/a"}, {"name": "a", "path": "x/a"}])
+    assert [row["name"] for row in rows] == ["a", "a (2)", "a (3)"]
+    assert [row["path"] for row in rows] == ["x/a", "y/a", "x/a (2)"]
 
 
 # -- what is shown
@@ -272,12 +272,12 @@ def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: devices.
     first = control.look(ME, None, [folder])
     assert (first["pid"], first["budget"], first["page_size"]) == (ME, 2**21, PAGE)
     assert first["counts"]["kv"]["pull"]["events"] == 1
-    assert [each["pages"] for each in first["events"]] == [3]
+    assert [decision["pages"] for decision in first["events"]] == [3]
     assert control.look(ME, first["cursor"], [folder])["events"] == []
     for pages in range(100):
         installed.events.decided("kv", "pull", pages)
     later = control.look(ME, first["cursor"], [folder])
-    assert [each["pages"] for each in later["events"]] == [*range(68, 100)], "the last ones"
+    assert [decision["pages"] for decision in later["events"]] == [*range(68, 100)], "the last ones"
     assert later["when"] > first["when"]
 
 
@@ -324,24 +324,24 @@ def test_the_sockets_of_this_user_are_found(folder: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     """What processes answer, by pid; an error is raised."""
-    found = dict[int, Any]()
+    by_pid = dict[int, Any]()
 
     def look(pid: int, since: int | None, *_: Any) -> dict[str, Any]:
-        answer = found[pid]
+        answer = by_pid[pid]
         if isinstance(answer, Exception):
             raise answer
         return {**answer, "since": since}
 
     monkeypatch.setattr(control, "look", look)
-    monkeypatch.setattr(control, "listening", lambda folders: sorted(found))
-    return found
+    monkeypatch.setattr(control, "listening", lambda folders: sorted(by_pid))
+    return by_pid
 
 
 def test_all_processes_are_looked_at_and_those_that_end_are_left_out(answers: dict[int, Any]) -> None:
     answers.update({7: said(events=[event(1)]), 8: said(), 9: NotReachable(9, "does not listen")})
     all_ = WatchedProcesses()
     all_.look()
-    assert [each.pid for each in all_.seen] == [7, 8]
+    assert [process.pid for process in all_.seen] == [7, 8]
     answers.update({7: said(11.0, events=[event(2)], cursor=9), 8: NotReachable(8, "did not answer")})
     all_.look()
     first, second = all_.seen
@@ -352,7 +352,7 @@ def test_all_processes_are_looked_at_and_those_that_end_are_left_out(answers: di
     answers.update({8: said(12.0)})
     answers[7] = NoSuchProcess(7, "does not exist")
     all_.look()
-    assert [(each.pid, each.trouble) for each in all_.seen] == [(8, "")]
+    assert [(process.pid, process.trouble) for process in all_.seen] == [(8, "")]
     assert not all_.ended
 
 
@@ -380,14 +380,14 @@ def test_all_devices_of_a_process_are_looked_at(installed: devices.Runtime, fold
     here.look()
     installed.events.decided("kv", "pull", 5)
     here.look()
-    assert [(each.number, each.now["budget"]) for each in here.seen] == [(0, 2**21), (1, 2**22)]
-    assert [[each["pages"] for each in one.decisions] for one in here.seen] == [[5], [3]]
-    assert [title_of(each).split(" · ")[-2] for each in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
-    _, decision, _ = [line for each in here.seen for line in lines_of(each)]
+    assert [(view.number, view.now["budget"]) for view in here.seen] == [(0, 2**21), (1, 2**22)]
+    assert [[entry["pages"] for entry in one.decisions] for one in here.seen] == [[5], [3]]
+    assert [title_of(view).split(" · ")[-2] for view in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
+    _, decision, _ = [line for view in here.seen for line in lines_of(view)]
     assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, pull: 5 pages", decision)
     devices.stop(1)
     here.look()
-    assert [each.number for each in here.seen] == [0]
+    assert [view.number for view in here.seen] == [0]
     assert not here.seen[0].one_of_several
 
 
@@ -410,13 +410,13 @@ def test_a_device_that_ends_between_two_answers_is_left_out(
     monkeypatch.setattr(processes, "look", lambda since, device: answer(device, NotInstalled("no runtime")))
     one = WatchedProcesses(pid)
     one.look()
-    assert (asked, [each.key for each in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
+    assert (asked, [view.key for view in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
 
 
 def test_this_process_needs_no_socket(installed: devices.Runtime, folder: Path) -> None:
     here = WatchedProcesses(folders=[folder])
     here.look()
-    assert [each.pid for each in here.seen] == [ME]
+    assert [process.pid for process in here.seen] == [ME]
     assert json.dumps(here.seen[0].now)
 
 

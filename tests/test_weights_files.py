@@ -58,10 +58,10 @@ def right(model: Any, found: weights_files.Found) -> None:
 def test_every_weight_of_a_model_as_it_was_saved(tmp_path: Path, shard: str, tied: bool) -> None:
     model = loaded(saved(tmp_path, shard=shard, tie_word_embeddings=tied))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard != "1GB")
-    found = weights_files.find(model)
-    assert set(found.left) == buffers(model)
-    assert set(found.left.values()) == {"no file has it"}
-    right(model, found)
+    sources = weights_files.find(model)
+    assert set(sources.left) == buffers(model)
+    assert set(sources.left.values()) == {"no file has it"}
+    right(model, sources)
 
 
 def test_a_tied_weight_is_found_by_either_of_its_names(tmp_path: Path) -> None:
@@ -81,19 +81,19 @@ def test_the_part_without_a_head_and_the_whole_find_each_other(tmp_path: Path, w
     else:
         build("llama").model.save_pretrained(tmp_path)
         model = loaded(tmp_path)
-    found = weights_files.find(model)
-    assert set(found.left) - buffers(model) == ({"lm_head.weight"} if where == "whole" else set())
-    right(model, found)
+    sources = weights_files.find(model)
+    assert set(sources.left) - buffers(model) == ({"lm_head.weight"} if where == "whole" else set())
+    right(model, sources)
 
 
 def test_merged_experts_are_not_what_the_file_has(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path, "mixtral"))
-    found = weights_files.find(model)
-    merged = {name for name in found.left if "experts" in name}
+    sources = weights_files.find(model)
+    merged = {name for name in sources.left if "experts" in name}
     assert len(merged) == 2 * model.config.num_hidden_layers
-    assert set(found.left) == merged | buffers(model)
-    assert {found.left[name] for name in merged} == {"its dtype or shape is not that in the file"}
-    right(model, found)
+    assert set(sources.left) == merged | buffers(model)
+    assert {sources.left[name] for name in merged} == {"its dtype or shape is not that in the file"}
+    right(model, sources)
 
 
 def test_a_model_that_is_not_loaded_yet_knows_where_its_weights_would_come_from(tmp_path: Path) -> None:
@@ -102,18 +102,18 @@ def test_a_model_that_is_not_loaded_yet_knows_where_its_weights_would_come_from(
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     named = weights_files.candidates(model, [file])
     for name, parameter in model.named_parameters():
-        found = named[id(parameter)]
-        assert len(found) == 1 or "experts" in name
-        assert [entry.shape for entry, _ in found] == [tuple(parameter.shape)] or "experts" in name
+        entries = named[id(parameter)]
+        assert len(entries) == 1 or "experts" in name
+        assert [entry.shape for entry, _ in entries] == [tuple(parameter.shape)] or "experts" in name
     assert not any("mlp.gate." in key for key in file.tensors)
     assert set(weights_files.find(model).left) == names(model)
 
 
 def test_another_dtype_is_another_weight(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path), dtype=torch.bfloat16)
-    found = weights_files.find(model)
-    assert not found.spans
-    assert "its dtype or shape is not that in the file" in found.left.values()
+    sources = weights_files.find(model)
+    assert not sources.spans
+    assert "its dtype or shape is not that in the file" in sources.left.values()
 
 
 @pytest.mark.parametrize("element", [0, -1])
@@ -124,11 +124,11 @@ def test_a_weight_that_was_changed_is_left_out(tmp_path: Path, element: int) -> 
         weight.view(-1)[element] = torch.nextafter(weight.view(-1)[element], torch.tensor(9.0))
         norm = model.model.norm.weight
         norm[0] = float("nan")
-    found = weights_files.find(model)
+    sources = weights_files.find(model)
     changed = {"model.layers.1.mlp.up_proj.weight", "model.norm.weight"}
-    assert set(found.left) == changed | buffers(model)
-    assert {found.left[name] for name in changed} == {"its values are not those in the file"}
-    right(model, found)
+    assert set(sources.left) == changed | buffers(model)
+    assert {sources.left[name] for name in changed} == {"its values are not those in the file"}
+    right(model, sources)
 
 
 def test_a_weight_whose_memory_is_laid_out_otherwise_is_left_out(tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def test_a_weight_whose_memory_is_laid_out_otherwise_is_left_out(tmp_path: Path)
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert weight.shape[0] == weight.shape[1]
     weight.data = weight.data.t().contiguous().t()
-    found = weights_files.find(model)
-    assert found.left["model.layers.0.self_attn.q_proj.weight"] == "its memory is not laid out as in the file"
+    sources = weights_files.find(model)
+    assert sources.left["model.layers.0.self_attn.q_proj.weight"] == "its memory is not laid out as in the file"
 
 
 def test_a_name_that_a_renaming_should_have_spared_is_found(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_a_model_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     model = loaded("some/model", local_files_only=True, cache_dir=tmp_path)
     assert model.name_or_path == "some/model"
-    found = weights_files.find(model)
-    assert set(found.left) == buffers(model)
+    sources = weights_files.find(model)
+    assert set(sources.left) == buffers(model)
 
 
 def test_where_there_is_no_file_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +184,12 @@ def test_where_there_is_no_file_there_is_a_reason(tmp_path: Path, monkeypatch: p
     model = build("llama")
     for name in ("", "some/model", "no name at all/of any/model", str(tmp_path)):
         model.name_or_path = model.config._name_or_path = name
-        found = weights_files.find(model)
-        assert not found.spans
-        assert set(found.left) == names(model)
-        assert set(found.left.values()) == {"no file that it was loaded from is known"}
-    found = weights_files.find(torch.nn.Linear(2, 2))
-    assert set(found.left) == {"weight", "bias"}
+        sources = weights_files.find(model)
+        assert not sources.spans
+        assert set(sources.left) == names(model)
+        assert set(sources.left.values()) == {"no file that it was loaded from is known"}
+    sources = weights_files.find(torch.nn.Linear(2, 2))
+    assert set(sources.left) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("index", ["", '{"weight_map": {"a": 3}}'])
@@ -204,9 +204,9 @@ def test_a_damaged_file_is_the_reason(tmp_path: Path) -> None:
     model = build("llama")
     model.config._name_or_path = model.name_or_path = str(tmp_path)
     os.truncate(path, 10_000)
-    found = weights_files.find(model)
-    assert set(found.left) == names(model)
-    assert all(str(path) in reason and "not whole" in reason for reason in found.left.values())
+    sources = weights_files.find(model)
+    assert set(sources.left) == names(model)
+    assert all(str(path) in reason and "not whole" in reason for reason in sources.left.values())
 
 
 # -- files that change, each in a process of its own, which a SIGBUS would end -----------------------------------------

@@ -12,12 +12,12 @@ LONG = 600.0  # seconds, after which a thread hangs
 
 def elsewhere(act: Callable[[], T]) -> T:
     """Returns, or raises, what `act` does on another thread, which has ended then."""
-    found: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(act())
+            results.append(act())
         except BaseException as error:
             failed.append(error)
 
@@ -26,5 +26,5 @@ def elsewhere(act: Callable[[], T]) -> T:
     thread.join(LONG)
     if failed:
         raise failed.pop()
-    assert found, "the thread hangs"
-    return found.pop()
+    assert results, "the thread hangs"
+    return results.pop()

@@ -85,8 +85,8 @@ def standin_library() -> Path:
     """The stand-in that was built next to the native core."""
     for folder in ballonet.allocator.__path__:
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            if (found := Path(folder) / f"_standin{suffix}").exists():
-                return found
+            if (library := Path(folder) / f"_standin{suffix}").exists():
+                return library
     raise FileNotFoundError(f"no _standin library in {list(ballonet.allocator.__path__)}: build the package first")
 
 

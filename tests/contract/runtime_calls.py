@@ -156,9 +156,9 @@ def a_kernel_of_a_gpu_is_named_and_refused(cuda: Runtime) -> None:
 
 def entry_points_are_the_drivers(cuda: Runtime) -> None:
     for name, symbol in ((b"cuMemCreate", "cuMemCreate"), (b"cuMemGetInfo", "cuMemGetInfo_v2")):
-        found, status = ctypes.c_void_p(), ctypes.c_int(-1)
-        assert cuda.cudaGetDriverEntryPointByVersion(name, ctypes.byref(found), 13000, 0, ctypes.byref(status)) == 0
-        assert (found.value, status.value) == (ctypes.cast(getattr(cuda.driver, symbol), ctypes.c_void_p).value, 0)
+        address, status = ctypes.c_void_p(), ctypes.c_int(-1)
+        assert cuda.cudaGetDriverEntryPointByVersion(name, ctypes.byref(address), 13000, 0, ctypes.byref(status)) == 0
+        assert (address.value, status.value) == (ctypes.cast(getattr(cuda.driver, symbol), ctypes.c_void_p).value, 0)
 
 
 def structures_are_those_of_cuda_13(cuda: Runtime) -> None:

@@ -57,7 +57,7 @@ def size_of(parameter: str) -> int:
 
 def test_the_abi_is_that_of_nvidia_s_bindings() -> None:
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings are not installed")
-    enums = [each for each in vars(driver).values() if hasattr(each, "__members__")]
+    enums = [kind for kind in vars(driver).values() if hasattr(kind, "__members__")]
     theirs = {name: int(value) for enum in enums for name, value in enum.__members__.items()}
     theirs |= {name: value for name, value in vars(driver).items() if name.startswith("CU") and isinstance(value, int)}
     ours = {name: int(value) for name, value in re.findall(r"\b(k[A-Z]\w+) = (\d+)", HEADER.read_text())}
@@ -69,7 +69,7 @@ def test_the_abi_is_that_of_nvidia_s_bindings() -> None:
     declarations = (Path(driver.__file__).parent / "cydriver.pxd").read_text()
     told = dict(re.findall(r"^cdef CUresult (cu\w+)\((.*)\) except", declarations, re.MULTILINE))
     for name, (_, parameters) in declared("BALLONET_DRIVER_FUNCTIONS").items():
-        wanted = [size_of(each) for each in told[name].split(",") if each]
+        wanted = [size_of(kind) for kind in told[name].split(",") if kind]
         assert [ctypes.sizeof(parameter) for parameter in parameters] == wanted, name
 
     place = driver.CUmemLocation()

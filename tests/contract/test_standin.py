@@ -270,11 +270,11 @@ def test_one_direction_is_shared_and_two_are_not(standin: Driver) -> None:
         standin.ok("cuMemcpyAsync", there + half + PAGE, here + half + PAGE, PAGE, three)
         standin.ok("cuEventRecord", beside, three)
         standin.ok("cuEventSynchronize", beside)
-        found = standin.result("cuEventQuery", large) == NOT_READY
+        unfinished = standin.result("cuEventQuery", large) == NOT_READY
         standin.ok("cuEventSynchronize", behind)
         assert standin.result("cuEventQuery", large) == SUCCESS
         standin.ok("cuCtxSynchronize")
-        return found
+        return unfinished
 
     assert any(overtaken() for _ in range(1000))  # on a loaded machine one may look too late
 

@@ -50,14 +50,14 @@ def started(**settings: Any) -> Iterator[Device]:
 
 def kv_ranges(layers: Iterable[Any]) -> list[KVRange]:
     """The ranges of layers that are in use."""
-    found = {id(layer._range): layer._range for layer in layers if isinstance(layer, ElasticLayer) and layer.elastic}
-    return [kv_range for kv_range in found.values() if kv_range is not None]
+    by_id = {id(layer._range): layer._range for layer in layers if isinstance(layer, ElasticLayer) and layer.elastic}
+    return [kv_range for kv_range in by_id.values() if kv_range is not None]
 
 
 def tiers(ranges: Iterable[KVRange]) -> list[KVTier]:
     """What the governor knows of them."""
-    found = {id(kv_range.pages._tier): kv_range.pages._tier for kv_range in ranges}
-    return [tier for tier in found.values() if tier is not None]
+    by_id = {id(kv_range.pages._tier): kv_range.pages._tier for kv_range in ranges}
+    return [tier for tier in by_id.values() if tier is not None]
 
 
 def away(ranges: Iterable[KVRange]) -> int:
@@ -161,13 +161,13 @@ class Taker:
             elif choice == "back":
                 self.done["back"] += tier.restore(pages, 0)
         for range_ in ranges:
-            found = [
+            pieces = [
                 piece
                 for piece in range(range_._most)
                 if (range_.range.leads_to(piece) == "alias") == (choice == "restore")
             ]
-            if choice in ("away", "restore") and found:
-                piece = self.random.choice(found)
+            if choice in ("away", "restore") and pieces:
+                piece = self.random.choice(pieces)
                 movable = MovableKV(range_.pages)
                 self.done[choice] += movable.displace(piece) if choice == "away" else movable.bring_back(piece)
 

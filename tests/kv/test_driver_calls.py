@@ -91,14 +91,14 @@ def test_a_token_maps_nothing_while_kv_goes_through_slots(budget: None, layers: 
         expected = models.generate(model, "greedy", inputs, TOKENS)
     with ballonet.manage(model):
         calls = Calls(model)
-        found = models.generate(model, "greedy", inputs, TOKENS, prefill_chunk_size=64)
+        output = models.generate(model, "greedy", inputs, TOKENS, prefill_chunk_size=64)
         assert governors.of(devices.require()).pages.short, "else nobody would look for pages"
         settled = calls.steps[-20:]
         assert {*calls.ways[-20:]} == {Way.STREAMED}
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + layers  # mapped ahead
         assert sum(step.unmaps for step in settled) <= sum(step.grown for step in settled)  # the heap's idle pages
         assert sum(step.maps == 0 for step in settled) >= 5  # a page holds four tokens
-    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(output.tokens, expected.tokens)
 
 
 @pytest.mark.parametrize("budget", [6000], indirect=True)

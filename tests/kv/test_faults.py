@@ -292,14 +292,14 @@ def settle(cache: Cache, does: Operation, done: bool, again: bool) -> None:
         for step in does.steps if number < does.layers else ():
             states.append(copy.deepcopy(states[-1]))
             step(states[-1], number)
-        found = [had for had, state in enumerate(states) if has(elastic, state)]
-        if not found and does.torn and not done and not again:
+        matching = [had for had, state in enumerate(states) if has(elastic, state)]
+        if not matching and does.torn and not done and not again:
             elastic.keys, elastic.values = stock.keys.clone(), stock.values.clone()
-            found = [0]
-        assert found
-        assert not done or len(states) - 1 in found
-        had.append(found[0])
-        cache.stock[number] = states[-1 if again else found[0]]
+            matching = [0]
+        assert matching
+        assert not done or len(states) - 1 in matching
+        had.append(matching[0])
+        cache.stock[number] = states[-1 if again else matching[0]]
     if again and not done:
         for at, step in enumerate(does.steps):
             for number in range(does.layers):

@@ -49,19 +49,19 @@ class Counted:
         monkeypatch.setattr(KVRange, "append_next", followed)
 
     def taken(self) -> tuple[int, int]:
-        found = self.iterations, self.short
+        counts = self.iterations, self.short
         self.iterations = self.short = 0
-        return found
+        return counts
 
 
 @pytest.fixture
 def layers(device: Device) -> Iterator[list[ElasticLayer]]:
     """Layers of one cache, each with a range of its own, after a token: its page has room for some more."""
     ranges = CacheRanges(layers=LAYERS, alone=True)
-    found = [ElasticLayer(ranges) for _ in range(LAYERS)]
-    forward(found)
-    yield found
-    found.clear()
+    made = [ElasticLayer(ranges) for _ in range(LAYERS)]
+    forward(made)
+    yield made
+    made.clear()
 
 
 def one(layers: list[ElasticLayer], count: int = 1) -> None:
@@ -103,8 +103,8 @@ def test_the_short_way_writes_what_stock_layers_hold(
         for mine, theirs in zip(ours, stock, strict=True):
             sizes = (1, 3, 1, k_dim), (1, 3, 1, v_dim)
             new = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
-            for found, expected in zip(mine.update(*new), theirs.update(*new), strict=True):
-                assert torch.equal(found, expected)
+            for states, expected in zip(mine.update(*new), theirs.update(*new), strict=True):
+                assert torch.equal(states, expected)
         lease.close()
     assert counted.short >= 2 * (LAYERS - 1)
 

@@ -46,9 +46,9 @@ def as_stock(name: str, way: str, tokens: int, shape: Mapping[str, int], **optio
         model = models.build(name, **shape)
         expected = answer(model, name, way, tokens)
     with testing.manage(model, **options):
-        found = answer(model, name, way, tokens)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert found.agrees(expected)
+        output = answer(model, name, way, tokens)
+    assert torch.equal(output.tokens, expected.tokens)
+    assert output.agrees(expected)
     devices.require().check()
 
 

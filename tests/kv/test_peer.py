@@ -277,9 +277,9 @@ def test_tokens_are_those_of_stock_while_pages_go_all_ways(crowded: Device, monk
         model = models.build("llama")
         expected = models.generate(model, "beam", models.prompts(3, 120), 40)
     with ballonet.manage(model):
-        found = models.generate(model, "beam", models.prompts(3, 120), 40)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert found.agrees(expected)
+        output = models.generate(model, "beam", models.prompts(3, 120), 40)
+    assert torch.equal(output.tokens, expected.tokens)
+    assert output.agrees(expected)
     assert min(taker.done.values()) > 0, taker.done
     assert taker.done["down"] > 0
     del model
@@ -290,7 +290,7 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
     with install.stock():
         both = [models.build("llama"), models.build("qwen2")]
         expected = [models.generate(model, "greedy", ids, 30) for model in both]
-    found: dict[int, list[models.Output]] = {0: [], 1: []}
+    outputs_of: dict[int, list[models.Output]] = {0: [], 1: []}
     governor, drawn = governors.of(crowded), random.Random(1)
     end = time.monotonic() + 600
 
@@ -299,8 +299,8 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
         return time.monotonic() > end or min(copied["kv_d2p"], copied["kv_p2h"]) > 0
 
     def generate(index: int) -> None:
-        while len(found[index]) < 2 or not enough():
-            found[index].append(models.generate(both[index], "greedy", ids, 30))
+        while len(outputs_of[index]) < 2 or not enough():
+            outputs_of[index].append(models.generate(both[index], "greedy", ids, 30))
 
     threads = [threading.Thread(target=generate, args=(index,)) for index in range(2)]
     with ballonet.manage(both[0]), ballonet.manage(both[1]):
@@ -314,7 +314,7 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
                 cache.write_behind(drawn.randint(0, 2))
         for thread in threads:
             thread.join()
-    for index, outputs in found.items():
+    for index, outputs in outputs_of.items():
         assert all(output.agrees(expected[index]) for output in outputs)
     copied = crowded.snapshot()["copied"]
     assert min(copied["kv_d2p"], copied["kv_p2h"]) > 0, copied

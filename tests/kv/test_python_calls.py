@@ -38,9 +38,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Python's calls within it, as ["calls"] of what it hands over."""
-    found = Counter[str]()
-    with each_call(lambda _: found.update(calls=1)):
-        yield found
+    counts = Counter[str]()
+    with each_call(lambda _: counts.update(calls=1)):
+        yield counts
 
 
 class Cache:
@@ -89,9 +89,9 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
         cache.forward(1)
     steps = []
     for _ in range(6):
-        with counted() as found:
+        with counted() as counts:
             cache.forward(1)
-        steps.append(found["calls"])
+        steps.append(counts["calls"])
     assert cache.tier.client.streamed.way is way
     if other is not None:
         other.close()
@@ -120,14 +120,14 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     tier.extents.look()
     assert tier.client.displaced >= pages // 3
     tier.prefilling(8)  # an eighth of all pages begins to be copied behind, which is once
-    found = []
+    counts = []
     for _ in range(6):  # what comes of those copies is found in one or the other
         before = tier.governor._known.list.published
         with counted() as calls:
             tier.prefilling(8)
-        found.append((calls["calls"], tier.governor._known.list.published - before))
+        counts.append((calls["calls"], tier.governor._known.list.published - before))
     other.close()
-    return min(found)
+    return min(counts)
 
 
 def test_a_layer_of_a_prefill_under_pressure_costs_the_same_with_eight_times_as_many_pages() -> None:

@@ -151,9 +151,9 @@ class Trace:
 
         class Transfers:
             def copy(self, parts: Any, *, after: int, owner: str, to: str) -> Any:
-                found = trace._found(parts, to)
-                trace.steps.append((f"to the {to}", found))
-                return Waits(inner.copy(parts, after=after, owner=owner, to=to), found)
+                of_layers = trace._found(parts, to)
+                trace.steps.append((f"to the {to}", of_layers))
+                return Waits(inner.copy(parts, after=after, owner=owner, to=to), of_layers)
 
         class Waits:
             def __init__(self, done: Any, layers: Any) -> None:
@@ -183,8 +183,8 @@ class Trace:
 
     def _found(self, parts: Any, to: str) -> Any:
         """The layer whose bytes are copied."""
-        found = {(self.owner if to == "device" else self.here)[at][0] for _, at, _ in parts}
-        return found.pop() if len(found) == 1 else sorted(found)
+        layers = {(self.owner if to == "device" else self.here)[at][0] for _, at, _ in parts}
+        return layers.pop() if len(layers) == 1 else sorted(layers)
 
 
 def test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load(streamed: Layers) -> None:
@@ -390,14 +390,14 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, room: An
         layers.update(225 // chunks)  # 16 pages in each of 8 layers
     assert away(layers.kv_ranges) >= 128 - 40
     if chunks == 1:
-        assert all(each[-1] == 0 for each in left), "a layer that has not been read yet has given pages"
+        assert all(move[-1] == 0 for move in left), "a layer that has not been read yet has given pages"
     assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
     devices.of().events.hear()
     given = [
         event for event in devices.of().events.since().events if (event.lever, event.verb) == ("running KV", "pull")
     ]
     assert given
-    assert not any(each.predicted for each in given), "it was not there yet when the page was needed"
+    assert not any(event.predicted for event in given), "it was not there yet when the page was needed"
     layers.check()
     for _ in range(3):
         layers.update()

@@ -37,9 +37,9 @@ def in_slots(layers: Layers) -> int:
 @pytest.fixture
 def blocks(device: Device) -> Iterator[list[int]]:  # noqa: F811
     """What operators have allocated."""
-    found: list[int] = []
-    yield found
-    for address in found:
+    addresses: list[int] = []
+    yield addresses
+    for address in addresses:
         device.deallocate(address)
 
 

@@ -45,7 +45,7 @@ class Fuzz:
         for index, pair in enumerate(self.pairs):
             self.steps += 1
             new = tokens(count, self.steps, self.batch)
-            ours, theirs = (each.update(*new) for each in pair)
+            ours, theirs = (cache.update(*new) for cache in pair)
             assert all(map(torch.equal, ours, theirs)), index
             del ours  # attention has read it
             self.act()
@@ -89,12 +89,12 @@ class Fuzz:
         )
         copies = [how(elastic) for elastic, _ in self.pairs]
         self.act()
-        for each, (_, stock) in zip(copies, self.pairs, strict=True):
+        for twin, (_, stock) in zip(copies, self.pairs, strict=True):
             if stock.is_initialized:
-                assert torch.equal(each.keys, stock.keys)
+                assert torch.equal(twin.keys, stock.keys)
         if not isinstance(copies[0], ElasticLayer) or self.random.random() < 0.5:
             return
-        self.pairs = [(each, stock) for each, (_, stock) in zip(copies, self.pairs, strict=True)]
+        self.pairs = [(layer, stock) for layer, (_, stock) in zip(copies, self.pairs, strict=True)]
 
     def hold(self) -> None:
         for elastic, stock in self.pairs:

@@ -58,7 +58,7 @@ class Pair:
 
     def update(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.seed += 1
-        pair, expected = (each.update(*tokens(count, self.seed)) for each in (self.elastic, self.stock))
+        pair, expected = (layer.update(*tokens(count, self.seed)) for layer in (self.elastic, self.stock))
         assert all(map(torch.equal, pair, expected))
         return pair
 
@@ -298,15 +298,15 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     pair.update(30)
     other.close()
     me = threading.current_thread().name
-    found = [
+    events = [
         (event.lever, event.verb, event.pages, event.predicted, event.measured is not None)
         for event in devices.of().events.since().events
         if event.what == pair.tier.client.name and event.by == me
     ]
-    assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
-    assert found[1][:4] == ("running KV", "pull", 3, 0.0), "they were clean"
-    assert found[2] == ("running KV", "revert", 2, 2 / 256, True)
-    assert [each[:2] for each in found[3:]] == [("spill", "pull")]
+    assert events[0] == ("write-behind", "pull", 3, 3 / 256, False)
+    assert events[1][:4] == ("running KV", "pull", 3, 0.0), "they were clean"
+    assert events[2] == ("running KV", "revert", 2, 2 / 256, True)
+    assert [event[:2] for event in events[3:]] == [("spill", "pull")]
 
 
 def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,8 +350,8 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     assert waited.pages > 0
     assert waited.measured is not None
     assert waited.what == mine.tier.client.name
-    for each in (mine, *pairs):
-        each.check()
+    for pair in (mine, *pairs):
+        pair.check()
     pairs.clear()
 
 
@@ -426,8 +426,8 @@ def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tun
     done.set()
     thread.join()
     mine.update(int(4 * PER_PAGE))
-    for each in (mine, *pairs):
-        each.check()
+    for pair in (mine, *pairs):
+        pair.check()
     assert "a" in pairs[0].places()
     pairs.clear()
 
@@ -476,8 +476,8 @@ def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> No
     with Copies() as copies:
         pair.update(ROWS + 1)
     kv_range = pair.kv_range.range
-    found = [(begin - kv_range.address, end - kv_range.address) for begin, end in copies.read]
-    ours = [(begin, end) for begin, end in found if 0 <= begin < kv_range.nbytes]
+    reads = [(begin - kv_range.address, end - kv_range.address) for begin, end in copies.read]
+    ours = [(begin, end) for begin, end in reads if 0 <= begin < kv_range.nbytes]
     assert [begin // PAGE for begin, _ in ours] == [0, 2, 3, 4]
     assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
 

@@ -82,10 +82,10 @@ def read(area: str, name: str, text: str) -> Patch:
 
 def hunks(diff: str) -> list[Edit]:
     """The hunks of a unified diff, in their order."""
-    found, path, old, new = [], "", [""], [""]
+    edits, path, old, new = [], "", [""], [""]
     for line in [*diff.splitlines(keepends=True), "@@"]:
         if line.startswith(("@@", "--- ", "diff ")) and (old or new) and path:
-            found.append(Edit(path, "".join(old), "".join(new)))
+            edits.append(Edit(path, "".join(old), "".join(new)))
         if line.startswith("+++ "):
             path = line.split()[1].removeprefix("b/")
         if line.startswith(("@@", "--- ", "+++ ", "diff ", "index ", "\\")):
@@ -96,7 +96,7 @@ def hunks(diff: str) -> list[Edit]:
             old.append(line[1:] or line)
         if line[0] in " +\n":
             new.append(line[1:] or line)
-    return found
+    return edits
 
 
 def edited(patch: Patch, root: Path = ROOT) -> dict[str, str]:

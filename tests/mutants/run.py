@@ -49,18 +49,18 @@ class Judge:
         if not limits:
             return None
         with planted(patch):
-            found = (self.fails(patch, test, limit) for test, limit in limits.items())
-            return next(filter(None, found), Verdict("", ""))
+            verdicts = (self.fails(patch, test, limit) for test, limit in limits.items())
+            return next(filter(None, verdicts), Verdict("", ""))
 
     def limit_of(self, patch: Patch, test: str) -> float:
         """Seconds that the test may take with the bug; 0 where it fails without. It is run once for all bugs."""
         key = test, *self.settings(patch).values()
         if key not in self._limits:
             began = time.monotonic()
-            found = self.fails(patch, test, SECONDS)
-            self._limits[key] = 0 if found else max(SECONDS, 10 * (time.monotonic() - began))
-            if found:
-                print(f"  {test} fails without any bug: {found.said}", flush=True)
+            failure = self.fails(patch, test, SECONDS)
+            self._limits[key] = 0 if failure else max(SECONDS, 10 * (time.monotonic() - began))
+            if failure:
+                print(f"  {test} fails without any bug: {failure.said}", flush=True)
         return self._limits[key]
 
     def settings(self, patch: Patch) -> dict[str, str]:
@@ -153,12 +153,14 @@ def main() -> int:
     verdicts, failures = {} if options.names else known(), 0
     for number, patch in enumerate(chosen, 1):
         began = time.monotonic()
-        found = verdicts.get(keys[patch.name]) or judge.judge(patch)
-        if found is not None:
-            store(keys[patch.name], found)
-        killed = found is not None and bool(found.by)
+        verdict = verdicts.get(keys[patch.name]) or judge.judge(patch)
+        if verdict is not None:
+            store(keys[patch.name], verdict)
+        killed = verdict is not None and bool(verdict.by)
         failures += killed == bool(patch.survives)
-        ended = f"killed by {found.by}: {found.said}" if found and killed else "lives" if found else "not judged"
+        ended = (
+            f"killed by {verdict.by}: {verdict.said}" if verdict and killed else "lives" if verdict else "not judged"
+        )
         print(f"[{number}/{len(chosen)}] {time.monotonic() - began:4.0f} s  {patch.name:24} {ended}", flush=True)
     return int(failures > 0)
 

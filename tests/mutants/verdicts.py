@@ -44,8 +44,8 @@ def key_of(patch: Patch) -> str:
 
 def known() -> dict[str, Verdict]:
     """What earlier runs found, by key."""
-    found = json.loads(STORED.read_text()) if STORED.exists() else {}
-    return {key: Verdict(*each) for key, each in found.items()}
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    return {key: Verdict(*fields) for key, fields in stored.items()}
 
 
 def store(key: str, verdict: Verdict) -> None:

@@ -44,24 +44,24 @@ def outside(tensor: torch.Tensor) -> torch.Tensor:
 
 def chained(ids: Sequence[int], salt: int = 0) -> list[int]:
     """One number per token, of it and all before it."""
-    found = []
-    for each in ids:
-        salt = hash((salt, each))
-        found.append(salt)
-    return found
+    keys = []
+    for token in ids:
+        salt = hash((salt, token))
+        keys.append(salt)
+    return keys
 
 
 def digests(layers: Sequence[Pair], row: int, start: int, end: int) -> list[int]:
     """One number per column [start, end), of its keys and values in all layers."""
-    parts = [each[row, :, start:end].transpose(0, 1).flatten(1) for pair in layers for each in pair]
-    return [hash(each.tobytes()) for each in torch.cat(parts, 1).numpy()] if parts else []
+    parts = [states[row, :, start:end].transpose(0, 1).flatten(1) for pair in layers for states in pair]
+    return [hash(state.tobytes()) for state in torch.cat(parts, 1).numpy()] if parts else []
 
 
 def own(value: Any) -> Any:
     """A copy that takes no memory of the pool."""
     if isinstance(value, torch.Tensor):
         return outside(value)
-    return {key: own(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return {key: own(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def by_hand(layers: Sequence[Any], empty: DynamicCache) -> DynamicCache:
@@ -90,17 +90,17 @@ def state(layers: Sequence[Any]) -> int:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, Mapping):
-            for each in value.values():
-                yield from tensors(each)
+            for item in value.values():
+                yield from tensors(item)
 
-    found = [
+    hashes = [
         tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else bytes(str(tensor), "ascii")
         for layer in layers
         for name, value in sorted(vars(layer).items())
         if not (_grows(layer) and name in ("keys", "values"))
         for tensor in tensors(value)
     ]
-    return hash(tuple(found)) if found else 0
+    return hash(tuple(hashes)) if hashes else 0
 
 
 def _grows(layer: Any) -> bool:
@@ -239,8 +239,8 @@ class Sides:
             if mask is not None:
                 given["attention_mask"] = mask[:, skipped:]
             torch.manual_seed(5)
-            found = _tokens(self.stock.generate(ids[:, skipped:], **given))
-            want = torch.cat([ids[:, :skipped], found], 1) if skipped else found
+            output = _tokens(self.stock.generate(ids[:, skipped:], **given))
+            want = torch.cat([ids[:, :skipped], output], 1) if skipped else output
             if states:
                 read = chained(want[0, :-1].tolist(), self.salt)[-1]
                 self.known.setdefault(hash((read, "state")), set()).add(state(cache.layers))
@@ -254,8 +254,8 @@ class Sides:
         for row, tokens in enumerate(ids.repeat_interleave(expand, 0).tolist()):
             pad = asked.pads[row]
             keys = chained(tokens[pad : asked.columns], self.salt)
-            for at, (key, found) in enumerate(zip(keys, digests(pairs, row, pad, asked.columns), strict=bool(pairs))):
-                assert found in self.known.get(key, ()), f"token {at} of row {row} was never computed like that"
+            for at, (key, digest) in enumerate(zip(keys, digests(pairs, row, pad, asked.columns), strict=bool(pairs))):
+                assert digest in self.known.get(key, ()), f"token {at} of row {row} was never computed like that"
             if behind and keys:
                 assert behind in self.known.get(hash((keys[-1], "state")), ()), "stock never had that state"
 
@@ -277,9 +277,9 @@ class Sides:
         for number, ids in enumerate((tokens if beams == 1 else request._ids).tolist()):
             row = number * beams
             pad, end = request._pads[row], min(asked.end, len(ids))
-            found = digests(asked.left, row, pad, end)
-            for key, each in zip(chained(ids[pad:end], self.salt), found, strict=True):
-                self.known.setdefault(key, set()).add(each)
+            hashes = digests(asked.left, row, pad, end)
+            for key, digest in zip(chained(ids[pad:end], self.salt), hashes, strict=True):
+                self.known.setdefault(key, set()).add(digest)
 
     def check(self, *, tokens: bool = True) -> None:
         """Whatever the index says is there, once, and is what was computed for these tokens."""
@@ -294,10 +294,10 @@ class Sides:
                 if sequence.salt == now.settings and start < end:
                     parts = (layer.part(start, end) for layer in sequence.used)
                     pairs = [(outside(keys), outside(values)) for keys, values in parts]
-                    for key, found in zip(
+                    for key, digest in zip(
                         chained(sequence.ids, self.salt)[start:], digests(pairs, 0, 0, end - start), strict=True
                     ):
-                        assert found in self.known.get(key, ()), "what is stored is not what was computed"
+                        assert digest in self.known.get(key, ()), "what is stored is not what was computed"
 
     @property
     def reused(self) -> int:
@@ -306,8 +306,8 @@ class Sides:
 
 
 def _tokens(result: Any) -> torch.Tensor:
-    found: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
-    return found
+    tokens: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
+    return tokens
 
 
 @contextmanager
@@ -316,7 +316,7 @@ def watched(both: Sequence[Sides]) -> Iterator[None]:
     prepared, ended = sessions._Request.prepared, sessions._Request.ended
 
     def of(request: Any) -> Sides:
-        return next(each for each in both if each.model is request.model)
+        return next(side for side in both if side.model is request.model)
 
     def begin(request: Any, given: dict[str, Any]) -> None:
         prepared(request, given)

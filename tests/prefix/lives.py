@@ -90,13 +90,13 @@ class Talker(Sides):
         for row, pad in enumerate(asked.pads):
             mask[row, :pad] = 0
         where = {} if not any(asked.pads) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        found = self.stock(result[:, : asked.end], attention_mask=mask, use_cache=True, **where)
-        for layer, pair in zip(found.past_key_values.layers, asked.left, strict=True):
+        output = self.stock(result[:, : asked.end], attention_mask=mask, use_cache=True, **where)
+        for layer, pair in zip(output.past_key_values.layers, asked.left, strict=True):
             for ours, theirs in zip(pair, (layer.keys, layer.values), strict=True):
                 for row, pad in enumerate(asked.pads):
                     torch.testing.assert_close(ours[row, :, pad:], theirs[row, :, pad:], rtol=1e-3, atol=1e-3)
         if greedy and asked.end == result.shape[1] - 1:
-            last = found.logits[:, -1]
+            last = output.logits[:, -1]
             chosen = last.gather(1, result[:, -1:])
             assert bool((chosen[:, 0] >= last.amax(1) - 1e-2).all()), "another token than all computed anew"
 
@@ -158,8 +158,8 @@ class Life:
                         ballonet.set_budget(self.budget)
                     finally:
                         self._asking = False
-                for each in self.talkers:
-                    each.check(tokens=number % 8 == 0)
+                for speaker in self.talkers:
+                    speaker.check(tokens=number % 8 == 0)
                 if number % 8 == 0:
                     self._no_page_is_lost()
         ballonet.set_budget(self.budget)

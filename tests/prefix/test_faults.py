@@ -138,7 +138,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
             loads["turns"] += 1
             loads["through slots"] += loads["slots"] > before
 
-    found = {
+    scenes = {
         "goes on": (begun, goes_on),
         "branches": (begun, branches),
         "from the host": (away, goes_on),
@@ -148,7 +148,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
         "evicts": (begun, over_the_limit),
         "through buffers": (begun, streams),
     }
-    for name, (before, turn) in found.items():
+    for name, (before, turn) in scenes.items():
         yield name, lambda: nullcontext((before(), device.trim())), turn  # noqa: B023
     # After faults layers may be shy of buffers for a while.
     assert loads["through slots"] > loads["turns"] // 2, loads

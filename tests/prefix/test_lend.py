@@ -69,12 +69,12 @@ def turns(name: str, seed: int, *lengths: int) -> list[Turn]:
 def talk(name: str, seed: int, count: int) -> list[Turn]:
     """Conversations go on from each other at random."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    found: list[Turn] = []
+    said: list[Turn] = []
     for _ in range(count):
-        before = draw.choice([words(generator, 20), words(generator, 60), *(each.tokens for each in found)])
+        before = draw.choice([words(generator, 20), words(generator, 60), *(turn.tokens for turn in said)])
         prompt = torch.cat([before[:, : draw.randint(8, before.shape[1])], words(generator, draw.randint(9, 150))], 1)
-        found.append(Turn.of(name, prompt[:, :200], draw.randint(1, 4)))
-    return found
+        said.append(Turn.of(name, prompt[:, :200], draw.randint(1, 4)))
+    return said
 
 
 class One:
@@ -110,20 +110,20 @@ def models(
     monkeypatch.setenv("BALLONET_HOST_BUDGET", str(host * PAGE))
     monkeypatch.setenv("BALLONET_RESERVE", f"{window} s")
     with tiny_layers(tuned, pages * PAGE, PAGE), ExitStack() as stack:
-        found = []
+        ones = []
         for name in names:
-            found.append(One(name, **options))
-            stack.callback(found[-1].managed.release)
-        yield found
+            ones.append(One(name, **options))
+            stack.callback(ones[-1].managed.release)
+        yield ones
         devices.require().check()
         assert bytes_that_exist() <= pages * PAGE
-        del found
+        del ones
 
 
 def pulled() -> int:
     """Pages that were taken back so far."""
-    found = ballonet.stats().events.get("lend", {})
-    return found["pull"].pages if "pull" in found else 0
+    lent = ballonet.stats().events.get("lend", {})
+    return lent["pull"].pages if "pull" in lent else 0
 
 
 def copied() -> int:
@@ -205,10 +205,10 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         device.trim()
         hog = device.reserve(900 * PAGE, "weights", device.group())
         hog.map(0, device.available)
-        before, found = copied(), [store.get_num_new_matched_tokens(ids) for ids in prompts]
+        before, counts = copied(), [store.get_num_new_matched_tokens(ids) for ids in prompts]
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
-            read = next(n for n, tokens in enumerate(found) if tokens >= 96)  # the one that would go first
+            read = next(n for n, tokens in enumerate(counts) if tokens >= 96)  # the one that would go first
             with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
                 tier.iteration(0, 1, wanted // tier.client.grows_by)
@@ -218,9 +218,9 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         device.reap(wait=True)
         assert device.available >= wanted
         now = [store.get_num_new_matched_tokens(ids) for ids in prompts]
-        assert now[read] == found[read]
-        assert all(after <= before for after, before in zip(now, found, strict=True))
-        assert sum(now) < sum(found)
+        assert now[read] == counts[read]
+        assert all(after <= before for after, before in zip(now, counts, strict=True))
+        assert sum(now) < sum(counts)
         check_index(store)
         hog.close()
         for turn in others:
@@ -273,7 +273,7 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tune
     with models(monkeypatch, tuned, 900, 500, 0.0, *MODELS, chaos=0) as both:
         with ThreadPoolExecutor(2) as threads:
             running = [threads.submit(say, one, talks[name]) for name, one in zip(talks, both, strict=True)]
-            while not all(each.done() for each in running):
+            while not all(future.done() for future in running):
                 try:
                     guest = One("qwen2")
                 except (BallonetError, torch.OutOfMemoryError):  # it comes another time
@@ -283,7 +283,7 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tune
                 check_index(guest.store)
                 del guest  # and it is collected, as there may be no room beside the pool for what it would take out
                 gc.collect()
-            assert sum(each.result() for each in running) > 7
+            assert sum(future.result() for future in running) > 7
         for one in both:
             check_index(one.store)
         del one

@@ -60,7 +60,7 @@ def arrays(found: prefix_file.Saved) -> dict[str, tuple[str, tuple[int, ...], by
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def only(folder: Path) -> Path:
@@ -89,18 +89,18 @@ def test_what_is_saved_is_found_by_each_of_its_keys_and_by_another_process(files
     assert files.save(*run(0, 3))
     assert other.match([key(0)]) == 1
     assert files.save(*run(3), after=key(2))
-    for each in (files, other):
-        assert each.keys() == {key(n) for n in range(4)}
-        assert all(same(each.load(key(n)), 0, 3) for n in range(3))
-        assert same(each.load(key(3)), 3)
-        assert each.load(key(4)) is None
-        assert [each.match(map(key, numbers)) for numbers in ((0, 1, 2, 3, 4), (1,), (9, 0), ())] == [4, 1, 0, 0]
+    for store in (files, other):
+        assert store.keys() == {key(n) for n in range(4)}
+        assert all(same(store.load(key(n)), 0, 3) for n in range(3))
+        assert same(store.load(key(3)), 3)
+        assert store.load(key(4)) is None
+        assert [store.match(map(key, numbers)) for numbers in ((0, 1, 2, 3, 4), (1,), (9, 0), ())] == [4, 1, 0, 0]
     after = files.load(key(3))
     assert after is not None
     assert (after.part.after, after.part.salt) == (key(2), SALT)
     assert len(names(files.directory)) == 2
-    assert files.nbytes() == sum(each.stat().st_size for each in files.directory.iterdir())
-    assert all(each.stat().st_mode & 0o077 == 0 for each in (files.directory, *files.directory.iterdir()))
+    assert files.nbytes() == sum(path.stat().st_size for path in files.directory.iterdir())
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (files.directory, *files.directory.iterdir()))
     other.clear()
     assert files.keys() == set()
 
@@ -130,10 +130,10 @@ def test_the_bytes_go_where_the_caller_wants_them(files: PrefixFiles) -> None:
         assert (dtype, shape, nbytes) == ("BF16", (large // 2,), large)
         return memory[name].data
 
-    found = files.load(key(0), room)
-    assert same(found, 0, nbytes=large)
-    assert found is not None
-    assert all(np.shares_memory(np.asarray(found.tensors[name].data), memory[name]) for name in memory)
+    loaded = files.load(key(0), room)
+    assert same(loaded, 0, nbytes=large)
+    assert loaded is not None
+    assert all(np.shares_memory(np.asarray(loaded.tensors[name].data), memory[name]) for name in memory)
 
 
 def test_what_there_is_no_room_for_is_not_used(files: PrefixFiles) -> None:
@@ -213,8 +213,8 @@ def content(data: bytes) -> tuple[object, ...] | None:
     fd = os.memfd_create("prefix")
     try:
         os.pwrite(fd, data, 0)
-        found = prefix_file.read("", fd)
-        return found.part, list(found.ids), arrays(found)
+        entry = prefix_file.read("", fd)
+        return entry.part, list(entry.ids), arrays(entry)
     except (PrefixDamaged, OtherFormat):
         return None
     finally:
@@ -237,12 +237,12 @@ def test_a_damaged_file_is_said_removed_and_written_again(files: PrefixFiles, da
     assert files.save(*run(0))
     path = only(files.directory)
     path.write_bytes(damage(path.read_bytes()))
-    for each in (files, PrefixFiles(files.directory, None, SALT)):
+    for store in (files, PrefixFiles(files.directory, None, SALT)):
         if path.exists():
             with pytest.warns(RuntimeWarning, match=r"is damaged: .*\. It is not used, and was removed"):
-                assert each.load(key(0)) is None
-        assert each.load(key(0)) is None
-        assert each.keys() == set()
+                assert store.load(key(0)) is None
+        assert store.load(key(0)) is None
+        assert store.keys() == set()
     assert names(files.directory) == []
     assert files.save(*run(0))
     assert same(files.load(key(0)), 0)
@@ -361,12 +361,12 @@ def test_whenever_a_writer_dies_there_is_a_whole_file_or_none(tmp_path: Path) ->
     command = [sys.executable, "-c", CRASH, str(tmp_path), source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    left, found = 0, []
+    left, seen = 0, []
     for number in range(int(done.stdout) + 1):
         folder = tmp_path / str(number)
         left += len([name for name in names(folder) if name.endswith(".part")])
         files = PrefixFiles(folder, 1200, b"salt")
-        found.append(keys := files.keys())
+        seen.append(keys := files.keys())
         assert keys in ({b"old"}, {b"new"}, set()), number
         for key in keys:
             saved = files.load(key)
@@ -374,8 +374,8 @@ def test_whenever_a_writer_dies_there_is_a_whole_file_or_none(tmp_path: Path) ->
             assert bytes(saved.tensors["a"].data) == {b"old": bytes(400), b"new": b"n" * 400}[key]
         assert len(names(folder)) == len(keys), "nothing is left aside"
     assert left > 3, "some died in the middle"
-    assert found[-1] == {b"new"}
-    assert {b"old"} in found
+    assert seen[-1] == {b"new"}
+    assert {b"old"} in seen
 
 
 def test_everything_is_durable_before_it_has_its_name(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,26 +591,26 @@ def test_what_leaves_is_enough_oldest_and_never_continued(
     tree: list[tuple[int, int, int]], excess: int, coming: int
 ) -> None:
     files = list(stored(tree))
-    kept = {each.name for each in before(files, StoredPart(SALT, key(coming), (key(100),)))}
+    kept = {file.name for file in before(files, StoredPart(SALT, key(coming), (key(100),)))}
     gone = leaving(files, excess, kept)
     if gone is None:
-        assert sum(each.nbytes for each in files if each.name not in kept) < excess
+        assert sum(file.nbytes for file in files if file.name not in kept) < excess
         return
-    assert sum(each.nbytes for each in gone) >= max(0, excess)
-    assert sum(each.nbytes for each in gone[:-1]) < max(1, excess), "and no more than that"
-    assert not kept & {each.name for each in gone}
-    left = [each for each in files if each not in gone]
-    for each in left:
-        assert each.part is not None
-        assert not [other for other in before(files, each.part) if other in gone], "it continues what is gone"
+    assert sum(file.nbytes for file in gone) >= max(0, excess)
+    assert sum(file.nbytes for file in gone[:-1]) < max(1, excess), "and no more than that"
+    assert not kept & {file.name for file in gone}
+    left = [file for file in files if file not in gone]
+    for later in left:
+        assert later.part is not None
+        assert not [other for other in before(files, later.part) if other in gone], "it continues what is gone"
 
     def last(file: Stored) -> int:
         """Use of it and of all that continue it: brute force."""
-        continued = (each for each in files if each.part is not None and file in before(files, each.part))
-        return max([file.used, *(each.used for each in continued)])
+        continued = (other for other in files if other.part is not None and file in before(files, other.part))
+        return max([file.used, *(other.used for other in continued)])
 
     if gone:
-        assert max(map(last, gone)) <= min((last(each) for each in left if each.name not in kept), default=9)
+        assert max(map(last, gone)) <= min((last(file) for file in left if file.name not in kept), default=9)
 
 
 def test_files_that_continue_each_other_in_a_circle_end() -> None:
@@ -618,4 +618,4 @@ def test_files_that_continue_each_other_in_a_circle_end() -> None:
     files = [Stored(f"{n}", n, 1, n, part) for n, part in enumerate(parts)]
     gone = leaving(files, 2)
     assert gone is not None
-    assert {each.name for each in gone} == {"0", "1"}
+    assert {file.name for file in gone} == {"0", "1"}

@@ -59,7 +59,7 @@ def test_the_model_with_the_lowest_priority_gives_its_prefixes_first(
     for model in models:
         for _ in range(4):
             model.generate(words(generator, 300), max_new_tokens=2, do_sample=False)
-    stores = [each.prefixes for each in managed]
+    stores = [handle.prefixes for handle in managed]
     first, then = sorted(stores, key=lambda store: priorities[stores.index(store)])
     before = then.pages
     assert first.contents.device_pages > 0
@@ -67,8 +67,8 @@ def test_the_model_with_the_lowest_priority_gives_its_prefixes_first(
     assert then.pages == before
     assert pressure.give_up(device, 10**6) > 0
     assert (first.contents.device_pages, then.contents.device_pages) == (0, 0)
-    for each in managed:
-        each.release()
+    for handle in managed:
+        handle.release()
 
 
 def test_new_tokens_get_the_pages_of_prefixes(device: Device) -> None:

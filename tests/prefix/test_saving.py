@@ -60,8 +60,8 @@ def talking(model: Any, folder: Path, **options: Any) -> Iterator[PrefixStore]:
 def say(model: Any, ids: list[int], cache: DynamicCache | None = None) -> list[int]:
     """The prompt and six tokens more. No tensor is left, which would be the pool's."""
     given = {} if cache is None else {"past_key_values": cache}
-    found = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6, min_new_tokens=6, **given)
-    tokens: list[int] = found[0].tolist()
+    output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6, min_new_tokens=6, **given)
+    tokens: list[int] = output[0].tolist()
     return tokens
 
 
@@ -82,7 +82,7 @@ def from_files(monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
 
     def part(run: saving.SavedRun, layer: int, start: int, end: int) -> Any:
         pair = real(run, layer, start, end)
-        taken.append((layer, start, end, [bits(each) for each in pair]))
+        taken.append((layer, start, end, [bits(states) for states in pair]))
         return pair
 
     monkeypatch.setattr(saving.SavedRun, "part", part)
@@ -100,9 +100,9 @@ def are_right(taken: list[Taken], model: Any) -> bool:
     say(model, FIRST, cache)
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
     return len(taken) == len(pairs) and all(
-        np.array_equal(found, bits(right[:, :, start:end]))
+        np.array_equal(stored, bits(right[:, :, start:end]))
         for layer, start, end, pair in taken
-        for found, right in zip(pair, pairs[layer], strict=True)
+        for stored, right in zip(pair, pairs[layer], strict=True)
     )
 
 
@@ -164,7 +164,7 @@ def test_another_model_has_another_fingerprint(tmp_path: Path) -> None:
     changed[3].config.rope_parameters["rope_theta"] = 123.0
     changed.append(built().bfloat16())
     with talking(built(), tmp_path) as store:
-        prints = [fingerprint(each, store.contents.device) for each in changed]
+        prints = [fingerprint(model, store.contents.device) for model in changed]
         assert len(set(prints)) == len(prints)
         assert prints[0] == fingerprint(built(), store.contents.device)
 
@@ -220,8 +220,8 @@ def test_damage_and_a_full_disk_are_misses(tmp_path: Path, monkeypatch: pytest.M
         assert store.counts.on_disk == 0
         say(model, longer(longer(FIRST)))
         assert store.flush(60)
-    told = [str(each.message) for each in said]
-    assert [sum(what in each for each in told) for what in ("is damaged", "no longer stored")] == [1, 1]
+    told = [str(warning.message) for warning in said]
+    assert [sum(what in message for message in told) for what in ("is damaged", "no longer stored")] == [1, 1]
 
 
 def test_requests_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
             assert say(model, FIRST) == wanted
             assert (counts.on_disk, counts.faster) == (on_disk * BLOCK, faster * BLOCK), turn
         told = [event for event in events.since().events if event.what == "files"]
-        assert [each.verb for each in told] == ["load", "compute", "compute", "load", "compute"]
+        assert [event.verb for event in told] == ["load", "compute", "compute", "load", "compute"]
         assert told[0].predicted is None, "nobody had measured it"
         assert 0 < told[1].predicted < 100, "what the model took before"
         assert told[3].predicted == pytest.approx(told[3].measured)
@@ -307,9 +307,9 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
 )
 def test_it_is_read_if_that_takes_no_longer(changes: dict[str, Any], worth: bool) -> None:
     given = {"tokens": 300, "disk": 100.0, "link": 50.0, "per_token": 0.1} | changes
-    found = reading(1000, given.pop("tokens"), **given)
-    assert found.worth == worth
-    assert changes or found == Reading(10.0, 20.0, pytest.approx(30.0))
+    decision = reading(1000, given.pop("tokens"), **given)
+    assert decision.worth == worth
+    assert changes or decision == Reading(10.0, 20.0, pytest.approx(30.0))
     assert reading(1000, 1, **(given | {"per_token": None})).worth
 
 
@@ -347,7 +347,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
         say(model, [5, *FIRST])
         assert not flushed.is_set()
     flushed.set()
-    assert sum(len(prefix_file.read_part("", os.open(each, os.O_RDONLY)).keys) for each in files_of(tmp_path)) == 4
+    assert sum(len(prefix_file.read_part("", os.open(path, os.O_RDONLY)).keys) for path in files_of(tmp_path)) == 4
 
 
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:

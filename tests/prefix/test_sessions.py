@@ -182,14 +182,14 @@ def test_generate_is_left_as_it_was() -> None:
     assert GenerationMixin.generate is not before
     assert inspect.signature(GenerationMixin.generate) == signature
     assert GenerationMixin.generate.__doc__ == before.__doc__
-    for each in managed:
+    for handle in managed:
         assert GenerationMixin.generate is not before
-        each.release()
+        handle.release()
     assert GenerationMixin.generate is before
     models.append(build("llama"))
     ballonet.manage(models[-1], prefix_cache=True)
     models[-1].generate(words(torch.Generator(), 30), **FEW)
-    del each, managed, models
+    del handle, managed, models
     gc.collect()
     assert GenerationMixin.generate is before
     devices.require().reap(wait=True)
@@ -230,7 +230,7 @@ def test_what_is_left_alone(options: dict[str, Any], reason: str) -> None:
 
         prompt = () if "inputs_embeds" in options else (ids,)
         got, want = both.model.generate(*prompt, **given()), both.stock.generate(*prompt, **given())
-        got, want = (each if isinstance(each, torch.Tensor) else each.sequences for each in (got, want))
+        got, want = (output if isinstance(output, torch.Tensor) else output.sequences for output in (got, want))
         assert torch.equal(got, want)
         assert both.store.counts.why_not == {reason: 1}
         assert both.store.counts.requests == 1

@@ -54,12 +54,12 @@ def test_all_kinds_are_here() -> None:
     """Every architecture of the tests has the kinds of layers of one that is tried here, or of a stock cache."""
 
     def kinds(name: str) -> frozenset[Any]:
-        each = ARCHITECTURES[name]
-        config = AutoConfig.for_model(each.model_type or name, **each.config)
+        architecture = ARCHITECTURES[name]
+        config = AutoConfig.for_model(architecture.model_type or name, **architecture.config)
         return frozenset(kind for _, kind in layer_classes(config)) if layer_count(config) else frozenset()
 
     tried = {kinds(name) for name in KINDS}
-    others = {name for name in ARCHITECTURES if (found := kinds(name)) & {*STATES} and found not in tried}
+    others = {name for name in ARCHITECTURES if (states := kinds(name)) & {*STATES} and states not in tried}
     assert others == {"recurrent_gemma"}, "which keeps its states outside of the cache, as a test below says"
 
 

@@ -52,9 +52,9 @@ class Pair(input_outputs.HostDeviceIOPair):
     """What is copied to the host arrives with the event behind it."""
 
     def transfer_outputs_d2h(self, stream: Any) -> None:
-        found, host = self.device_io.output_ids.clone(), self.host_io.output_ids
+        ids, host = self.device_io.output_ids.clone(), self.host_io.output_ids
         host.fill_(POISON)
-        self.d2h_over.arrives = lambda: host.copy_(found)
+        self.d2h_over.arrives = lambda: host.copy_(ids)
 
 
 def allow(monkeypatch: pytest.MonkeyPatch) -> None:

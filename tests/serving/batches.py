@@ -40,9 +40,9 @@ def prompts(count: int, longest: int, highest: int = 60) -> list[list[int]]:
 def greedily(tokens: int, children: int = 1) -> GenerationConfig:
     """Answers of so many tokens."""
     settings = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    found = GenerationConfig(max_new_tokens=tokens, **settings)
-    found.num_return_sequences = children  # which generate() would refuse
-    return found
+    generation = GenerationConfig(max_new_tokens=tokens, **settings)
+    generation.num_return_sequences = children  # which generate() would refuse
+    return generation
 
 
 def answers(
@@ -50,23 +50,23 @@ def answers(
 ) -> list[Answer]:
     """What `generate_batch` answers, in the order of the prompts, `children` times each. `settings`: of continuous
     batching."""
-    found = model.generate_batch(
+    outputs = model.generate_batch(
         asked,
         generation_config=greedily(tokens, children),
         continuous_batching_config=ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings}),
         progress_bar=False,
     )
-    by_number = sorted(found.values(), key=lambda each: int(each.request_id.removeprefix("req_").partition("__")[0]))
-    return [Answer(each.generated_tokens, each.error) for each in by_number]
+    by_number = sorted(outputs.values(), key=lambda each: int(each.request_id.removeprefix("req_").partition("__")[0]))
+    return [Answer(output.generated_tokens, output.error) for output in by_number]
 
 
 def looping(model: Any, tokens: int, **settings: Any) -> AbstractContextManager[Any]:
     """The manager of a generation loop whose answers have so many tokens. `settings`: of continuous batching."""
     batching = ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings})
-    found: AbstractContextManager[Any] = model.continuous_batching_context_manager(
+    manager: AbstractContextManager[Any] = model.continuous_batching_context_manager(
         generation_config=greedily(tokens), continuous_batching_config=batching
     )
-    return found
+    return manager
 
 
 TOGETHER = threading.RLock()  # held while requests are added that come together, and while a loop takes those that came
@@ -76,8 +76,8 @@ def ask(manager: Any, asked: Iterable[list[int]]) -> list[Answer]:
     """What a loop answers, which is asked all of it at once; in the order of the prompts."""
     with TOGETHER:
         names = [manager.add_request(prompt) for prompt in asked]
-    found = {(each := manager.get_result(timeout=600)).request_id: each for _ in names}
-    return [Answer(found[name].generated_tokens, found[name].error) for name in names]
+    outputs = {(output := manager.get_result(timeout=600)).request_id: output for _ in names}
+    return [Answer(outputs[name].generated_tokens, outputs[name].error) for name in names]
 
 
 _KNOWN: dict[Any, list[Answer]] = {}  # of stock
@@ -89,9 +89,9 @@ def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:
     weights = tuple(float(parameter.detach().double().sum()) for parameter in model.parameters())
     key = config, weights, tuple(map(tuple, asked)), tokens
     if key not in _KNOWN:
-        found = answers(model, asked, tokens, num_blocks=16 * len(asked))
-        assert [each.error for each in found] == [None] * len(asked), "or nothing would be compared"
-        _KNOWN[key] = found
+        results = answers(model, asked, tokens, num_blocks=16 * len(asked))
+        assert [answer.error for answer in results] == [None] * len(asked), "or nothing would be compared"
+        _KNOWN[key] = results
     return list(_KNOWN[key])
 
 
@@ -102,12 +102,12 @@ def kv_to_the_host() -> Iterator[None]:
 
     def admitted(demands: Iterable[Demand], memory: Memory, *args: Any) -> Admission:
         demands, left = list(demands), memory.host // 2
-        found = stock(demands, memory, *args)
-        where = dict(found.where)
+        admission = stock(demands, memory, *args)
+        where = dict(admission.where)
         for demand in demands:
             if demand.request in where and demand.kv <= left:
                 where[demand.request], left = "host", left - demand.kv
-        return replace(found, where=where)
+        return replace(admission, where=where)
 
     selection.admit = admitted
     try:

@@ -35,16 +35,16 @@ def _together() -> Iterator[None]:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that each step of a loop computed."""
-    found: list[int] = []
+    lengths: list[int] = []
     processor = continuous_api.ContinuousBatchProcessor
     step = processor._generation_step
 
     def watched(self: Any, model: Any) -> None:
-        found.append(sum(each.query_length for each in self.inputs_and_outputs.requests_in_batch))
+        lengths.append(sum(request.query_length for request in self.inputs_and_outputs.requests_in_batch))
         step(self, model)
 
     monkeypatch.setattr(processor, "_generation_step", watched)
-    return found
+    return lengths
 
 
 @pytest.fixture

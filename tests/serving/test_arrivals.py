@@ -35,16 +35,16 @@ def test_what_is_recorded_is_read(kind: str, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(text)
     assert read(tmp_path / "trace") == expected
     fast = read(tmp_path / "trace", scale=4.0, limit=2)
-    assert [each.at for each in fast] == [each.at / 4 for each in expected]
+    assert [arrival.at for arrival in fast] == [arrival.at / 4 for arrival in expected]
 
 
 def test_a_conversation_is_a_request_for_each_answer(tmp_path: Path) -> None:
     rows = "0,0,human,9,500\n0,1,gpt,9,100\n0,2,human,9,20\n0,3,gpt,9,30\n1,0,human,9,3\n1,1,gpt,9,4"
     (tmp_path / "turns").write_text(f"conversation,turn,role,chars,tokens_x\n{rows}")
-    found = read(tmp_path / "turns", rate=2.0)
-    assert [(each.prompt, each.new, each.blocks) for each in found] == [(500, 100, ()), (620, 30, (0,)), (3, 4, ())]
-    assert found[0].at == 0.0
-    assert found == read(tmp_path / "turns", rate=2.0), "the same at each time"
+    arrivals = read(tmp_path / "turns", rate=2.0)
+    assert [(turn.prompt, turn.new, turn.blocks) for turn in arrivals] == [(500, 100, ()), (620, 30, (0,)), (3, 4, ())]
+    assert arrivals[0].at == 0.0
+    assert arrivals == read(tmp_path / "turns", rate=2.0), "the same at each time"
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "num_prefill_tokens,num_decode_tokens\n", "hash_ids\n{}"])
@@ -66,7 +66,7 @@ def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.Capt
 
 def test_prompts_share_what_their_blocks_share() -> None:
     one, other = RecordedArrival(0.0, 1100, 5, (7, 8)), RecordedArrival(0.0, 1200, 5, (7, 9))
-    first, second = (prompt_of(each, n, 0.1).split() for n, each in enumerate((one, other)))
+    first, second = (prompt_of(arrival, n, 0.1).split() for n, arrival in enumerate((one, other)))
     assert (len(first), len(second)) == (110, 120)
     assert first[:51] == second[:51]
     assert first[51:102] != second[51:102]
@@ -74,11 +74,11 @@ def test_prompts_share_what_their_blocks_share() -> None:
 
 def test_the_figures_of_a_load() -> None:
     good = [Answered(0.0, 1.3, [1.0, 1.1, 1.3], 3), Answered(1.0, 2.0, [1.5, 2.0], 2), Answered(0.0, 0.5, [], 0)]
-    found = summary([*good, Answered(0.0, error="refused")], ttft_slo=0.6, tpot_slo=None)
-    assert (found["requests"], found["failed"], found["tokens"], found["seconds"]) == (4, 1, 5, 2.0)
-    assert (found["ttft_p50"], found["ttft_p99"]) == (0.5, 1.0)
-    assert found["tbt_p99"] == pytest.approx(0.5)
-    assert (found["tokens_per_second"], found["goodput"]) == (2.5, 1.0)
+    figures = summary([*good, Answered(0.0, error="refused")], ttft_slo=0.6, tpot_slo=None)
+    assert (figures["requests"], figures["failed"], figures["tokens"], figures["seconds"]) == (4, 1, 5, 2.0)
+    assert (figures["ttft_p50"], figures["ttft_p99"]) == (0.5, 1.0)
+    assert figures["tbt_p99"] == pytest.approx(0.5)
+    assert (figures["tokens_per_second"], figures["goodput"]) == (2.5, 1.0)
     assert summary(good, 0.6, 0.2)["goodput"] == 0.5
     assert summary([Answered(0.0, error="refused")], None, None)["ttft_p50"] is None
 
@@ -105,6 +105,6 @@ def test_an_answer_that_is_cut_off_has_failed(finish: str | None) -> None:
         return pieces()
 
     client = SimpleNamespace(completions=SimpleNamespace(create=create))
-    (found,) = asyncio.run(replay([RecordedArrival(0.0, 3, 2)], client, "model", 1.0, lambda _: None))
-    assert found.tokens == 2
-    assert bool(found.error) == (finish is None)
+    (answer,) = asyncio.run(replay([RecordedArrival(0.0, 3, 2)], client, "model", 1.0, lambda _: None))
+    assert answer.tokens == 2
+    assert bool(answer.error) == (finish is None)

@@ -23,29 +23,29 @@ pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("nothing_is_left")]
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """(rows, keys, has it a mask?) of each call of attention."""
-    found: list[tuple[int, int, bool]] = []
+    calls: list[tuple[int, int, bool]] = []
     one = attention.attend_one
 
     def watched(query: torch.Tensor, key: torch.Tensor, *args: Any) -> torch.Tensor:
-        found.append((len(query), key.shape[2], args[1] is not None))
+        calls.append((len(query), key.shape[2], args[1] is not None))
         return one(query, key, *args)
 
     monkeypatch.setattr(attention, "attend_one", watched)
-    return found
+    return calls
 
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Does a loop hold masks, as each of its steps is prepared?"""
-    found = list[bool]()
+    masked = list[bool]()
     prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
 
     def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.append(self.attention_mask is not None)
+        masked.append(self.attention_mask is not None)
         prepare(self, *args, **kwargs)
 
     monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", prepared)
-    return found
+    return masked
 
 
 def test_keys_per_row_do_not_grow_with_the_batch(attended: list[tuple[int, int, bool]], masks: list[bool]) -> None:
@@ -91,7 +91,7 @@ def test_tokens_are_stocks_with_shared_beginnings_and_forks() -> None:
         for _ in range(2):
             assert answers(model, asked) == expected
         forked = answers(model, asked[:2], children=3)
-    assert [forked[n].tokens for n in range(0, 6, 3)] == [each.tokens for each in expected[:2]]
+    assert [forked[n].tokens for n in range(0, 6, 3)] == [answer.tokens for answer in expected[:2]]
 
 
 def test_tokens_are_stocks_where_new_keys_go_to_the_host() -> None:
@@ -171,7 +171,7 @@ def test_half_precision_on_a_cpu_attends_by_request(dtype: torch.dtype, attended
     expected = stock(model, asked)
     install(256)
     with ballonet.manage(model):
-        found = answers(model, asked)
+        results = answers(model, asked)
     assert attended
-    assert [each.error for each in found] == [None] * 6
-    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 3
+    assert [answer.error for answer in results] == [None] * 6
+    assert sum(one == other for one, other in zip(results, expected, strict=True)) >= 3

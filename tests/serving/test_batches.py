@@ -171,9 +171,9 @@ def test_requests_that_come_and_go_change_no_page(models: int) -> None:
             before, manager = device.snapshot()["driver_calls"], loops[turn % models]
             lengths = torch.randint(20, 100, (8,), generator=draw).tolist()
             asked = [torch.randint(3, 60, (length,), generator=draw).tolist() for length in lengths]
-            assert [each.error for each in ask(manager, asked)] == [None] * 8
+            assert [answer.error for answer in ask(manager, asked)] == [None] * 8
             after = device.snapshot()["driver_calls"]
-            changes.append(sum(after[each] - before[each] for each in PAGE_CALLS) / (8 * 24))
+            changes.append(sum(after[call] - before[call] for call in PAGE_CALLS) / (8 * 24))
         device.check()
         assert changes[0] > 0.2
         assert sum(changes[-4:]) / 4 < 0.05, changes
@@ -190,7 +190,7 @@ def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
             before = device.snapshot()["driver_calls"]
             answers(model, asked, 30, allow_block_sharing=False)
             after = device.snapshot()["driver_calls"]
-            changes.append(sum(after[each] - before[each] for each in PAGE_CALLS))
+            changes.append(sum(after[call] - before[call] for call in PAGE_CALLS))
     assert changes[0] > 80
     assert sum(changes[1:]) < 30, changes
 
@@ -204,7 +204,7 @@ class Batches:
         step = processor._generation_step
 
         def watched(processor: Any, model: Any) -> None:
-            self.sizes.append([each.query_length for each in processor.inputs_and_outputs.requests_in_batch])
+            self.sizes.append([request.query_length for request in processor.inputs_and_outputs.requests_in_batch])
             step(processor, model)
 
         monkeypatch.setattr(processor, "_generation_step", watched)
@@ -258,7 +258,7 @@ def test_requests_wait_for_what_others_are_promised(
     model, asked = build("llama", num_hidden_layers=4), prompts(10, 30)
     expected = stock(model, asked, 8)
     install(256)
-    seen, found = Batches(monkeypatch), dict[str, Any]()
+    seen, by_id = Batches(monkeypatch), dict[str, Any]()
 
     def many(manager: Any) -> Iterator[None]:
         schedule = manager.batch_processor.scheduler
@@ -287,20 +287,20 @@ def test_requests_wait_for_what_others_are_promised(
                 pass
             at_steps(many(manager))
             manager.add_request(asked[0], request_id="before")
-            while len(found) < len(asked) + 2:
+            while len(by_id) < len(asked) + 2:
                 if (answer := manager.get_result(timeout=1)) is not None:
-                    found[answer.request_id] = answer
+                    by_id[answer.request_id] = answer
             at_steps(one(manager))
             manager.add_request(asked[1], request_id="long", max_new_tokens=400)
             while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
                 pass
-            found["alone"] = answer
+            by_id["alone"] = answer
         del manager, answer
     assert first is not None
     for name in ("late", "alone"):
-        assert "ttft of 1 s cannot be kept; the nearest that can is 5.0" in str(found.pop(name).error)
+        assert "ttft of 1 s cannot be kept; the nearest that can is 5.0" in str(by_id.pop(name).error)
     caplog.clear()  # which holds a traceback
-    assert [found[str(n)].generated_tokens for n in range(len(asked))] == [each.tokens for each in expected]
+    assert [by_id[str(n)].generated_tokens for n in range(len(asked))] == [right.tokens for right in expected]
     assert 1 < max(len(sizes) for sizes in seen.sizes) <= 3
 
 
@@ -320,17 +320,17 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
             for n, prompt in enumerate(asked):
                 schedule.slos.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
                 manager.add_request(prompt, request_id=str(n), streaming=True)
-            found: dict[str, list[int]] = {}
-            while len(found) < len(asked):
+            by_id: dict[str, list[int]] = {}
+            while len(by_id) < len(asked):
                 if (answer := manager.get_result(timeout=1)) is not None:
                     streamed.append(managed.report().streamed)
                     if answer.is_finished():
-                        found[answer.request_id] = answer.generated_tokens
+                        by_id[answer.request_id] = answer.generated_tokens
             manager.add_request(asked[0], request_id="nothing asked")
             while manager.get_result(timeout=1) is None:
                 pass
         del manager, schedule, answer
-        assert [found[str(n)] for n in range(len(asked))] == [each.tokens for each in expected]
+        assert [by_id[str(n)] for n in range(len(asked))] == [right.tokens for right in expected]
         assert max(map(len, streamed)) > 2
         assert managed.report().streamed == ()
 
@@ -370,15 +370,15 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
             )
             for slo in (RequestSLO(), RequestSLO(tpot=1e-9), RequestSLO(ttft=1e-9)):
                 sizes.clear()
-                found: dict[str, Any] = {}
+                by_id: dict[str, Any] = {}
                 with TOGETHER:
                     for n, prompt in enumerate(asked):
                         schedule.slos.note(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
                         manager.add_request(prompt, request_id=f"{n} {slo}")
-                while len(found) < len(asked):
+                while len(by_id) < len(asked):
                     if (answer := manager.get_result(timeout=1)) is not None:
-                        found[answer.request_id] = answer.generated_tokens
-                assert [found[f"{n} {slo}"] for n in range(len(asked))] == [each.tokens for each in expected]
+                        by_id[answer.request_id] = answer.generated_tokens
+                assert [by_id[f"{n} {slo}"] for n in range(len(asked))] == [right.tokens for right in expected]
                 if slo.tpot:
                     assert sizes[-1] < sizes[0] == 24 * PAGE
                     assert sizes == sorted(sizes, reverse=True)
@@ -408,7 +408,7 @@ def test_what_a_model_promises_its_requests_are_promised() -> None:
             assert manager.get_result(timeout=600).error is None
         watch.remove()
         del manager, schedule
-        asked_of = [(each.ttft, each.tpot, each.arrived > 0) for each in asked]
+        asked_of = [(request.ttft, request.tpot, request.arrived > 0) for request in asked]
         assert asked_of == [(None, 60.0, True)] * 4 + [(None, 50.0, False)] * 4
 
 
@@ -429,28 +429,28 @@ def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.Monkey
     install(64)
     model: Any = build("llama")
     with ballonet.manage(model):
-        found, seen, waiting = seams.batched(model), list[float | None](), list[float | None]()
-        assert found is not None
-        assert found.wanted is None
+        batched, seen, waiting = seams.batched(model), list[float | None](), list[float | None]()
+        assert batched is not None
+        assert batched.wanted is None
         process = ElasticScheduler._process_candidates
 
         def watched(self: Any, *args: Any) -> Any:
             if self.waiting_requests and not self.active_requests:
-                waiting.append(found.wanted)
+                waiting.append(batched.wanted)
             return process(self, *args)
 
         monkeypatch.setattr(ElasticScheduler, "_process_candidates", watched)
-        model.register_forward_pre_hook(lambda *_: seen.append(found.wanted))
+        model.register_forward_pre_hook(lambda *_: seen.append(batched.wanted))
         with looping(model, 4) as manager:
             manager.add_request([5, 6, 7])
             assert manager.get_result(timeout=600).error is None
-            while not 0 < (found.wanted or 0) < math.inf:
+            while not 0 < (batched.wanted or 0) < math.inf:
                 assert manager.get_result(timeout=0.01) is None
-            assert found.wanted <= time.monotonic()
+            assert batched.wanted <= time.monotonic()
         assert ({*waiting}, seen) == ({math.inf}, [math.inf] * 4)
         del manager
         gc.collect()
-        assert found.wanted is None
+        assert batched.wanted is None
 
 
 @pytest.mark.counts
@@ -463,11 +463,11 @@ def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, s
     install(pages)
     with ballonet.manage(model) as managed, looping(model, 4) as manager:
         assert bool(managed.report().streamed) == streams
-        found = seams.batched(model)
-        assert found is not None
+        batched = seams.batched(model)
+        assert batched is not None
         manager.add_request([*range(3, 60)])
         assert manager.get_result(timeout=600).error is None
-        while not 0 < (found.wanted or 0) < math.inf:
+        while not 0 < (batched.wanted or 0) < math.inf:
             assert manager.get_result(timeout=0.01) is None
         assert (devices.require().trim() == 0) == streams
 
@@ -485,9 +485,9 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
 
         def answered() -> bool:
             """Is it one of the burst?"""
-            found = manager.get_result(timeout=600)
-            assert found.error is None
-            large = len(found.prompt_ids) > 8
+            answer = manager.get_result(timeout=600)
+            assert answer.error is None
+            large = len(answer.prompt_ids) > 8
             if not large:
                 ask()
             return large
@@ -518,15 +518,15 @@ def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
         tuned(serving={"idle": idle})
         with ballonet.manage(model) as managed, looping(model, 64) as manager:
             assert managed.report().streamed
-            device, found = devices.require(), list[int]()
+            device, calls = devices.require(), list[int]()
             watch = model.register_forward_hook(
-                lambda *_: found.append(device.snapshot()["driver_calls"]["cuMemCreate"])
+                lambda *_: calls.append(device.snapshot()["driver_calls"]["cuMemCreate"])
             )
             manager.add_request([*range(3, 60)])
             assert manager.get_result(timeout=600).error is None
             watch.remove()
-            assert len(found) == 64
-            return found[-1] - found[24]
+            assert len(calls) == 64
+            return calls[-1] - calls[24]
 
     without = created(10**6)
     assert created(4) < without + 8

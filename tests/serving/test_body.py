@@ -20,10 +20,10 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 def nested(levels: int) -> dict[str, Any]:
-    found: Any = {}
+    value: Any = {}
     for _ in range(levels - 1):
-        found = [found]
-    return {"a": found} if levels else found
+        value = [value]
+    return {"a": value} if levels else value
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,22 @@ def test_what_is_nested_as_far_as_it_may_be_is_read() -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     *(
-        (TEXT, {"prompt": "w3", "max_tokens": each}, "max_tokens is .* from 1 on")
-        for each in ("many", 0, -4, 1.5, True)
+        (TEXT, {"prompt": "w3", "max_tokens": count}, "max_tokens is .* from 1 on")
+        for count in ("many", 0, -4, 1.5, True)
     ),
     (CHAT, {"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens is 0"),
     (RESPONSES, {"input": "w3", "max_output_tokens": "few"}, "max_output_tokens is"),
-    *((TEXT, {"prompt": "w3", "temperature": each}, "temperature is") for each in ("hot", -1, float("nan"), 10**400)),
-    *((TEXT, {"prompt": "w3", "top_p": each}, "top_p is") for each in (0, 2, [1])),
-    *((TEXT, {"prompt": "w3", "seed": each}, "seed is .* 64 bits") for each in (10**26, "a", -(2**63) - 1)),
-    *((TEXT, {"prompt": each}, "prompt is") for each in (None, 5, ["w3"], "\ud800")),
+    *((TEXT, {"prompt": "w3", "temperature": value}, "temperature is") for value in ("hot", -1, float("nan"), 10**400)),
+    *((TEXT, {"prompt": "w3", "top_p": value}, "top_p is") for value in (0, 2, [1])),
+    *((TEXT, {"prompt": "w3", "seed": value}, "seed is .* 64 bits") for value in (10**26, "a", -(2**63) - 1)),
+    *((TEXT, {"prompt": value}, "prompt is") for value in (None, 5, ["w3"], "\ud800")),
     (TEXT, {"prompt": "w3", "stream": "yes"}, "stream is"),
     (TEXT, {"prompt": "w3", "stop": [1]}, "stop is"),
     (TEXT, {"prompt": "w3", "suffix": 1}, "suffix is"),
     (TEXT, {"prompt": "w3", "frequency_penalty": -1}, "frequency_penalty is"),
     (CHAT, {"messages": [USER], "logit_bias": {"w3": 1}}, "logit_bias is"),
     (CHAT, {"messages": [USER], "tools": "f"}, "tools is"),
-    *((CHAT, {"messages": each}, "messages is") for each in (None, "x", [], ["x"], [5], {"role": "user"})),
+    *((CHAT, {"messages": value}, "messages is") for value in (None, "x", [], ["x"], [5], {"role": "user"})),
     (CHAT, {"messages": [{"content": "w3"}]}, r"messages\[0\] has no role"),
     (CHAT, {"messages": [USER, {"role": 1, "content": "w3"}]}, r"messages\[1\].role is 1"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content is 5"),
@@ -72,7 +72,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, "arguments is missing"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 1}]}, "tool_calls is 1"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "{"}]}]}, "give JSON in a text"),
-    *((RESPONSES, {"input": each}, "input is") for each in (None, 5, ["w3"], {"role": "user"})),
+    *((RESPONSES, {"input": value}, "input is") for value in (None, 5, ["w3"], {"role": "user"})),
     (RESPONSES, {"input": [USER, {"type": "function_call", "call_id": "1"}]}, r"input\[1\].name is missing"),
     (RESPONSES, {"input": [USER, {"type": "function_call_output", "output": "1"}]}, r"input\[1\].call_id is missing"),
     (RESPONSES, {"input": [USER, {"type": "reasoning", "content": [{"type": "text"}]}]}, r"content\[0\].text"),
@@ -120,6 +120,6 @@ def test_no_sequence_is_longer_than_the_model(prompt: int, body: dict[str, Any],
         length.fit("one", Model(), prompt, options)
         assert options.max_new_tokens == new
         return
-    with pytest.raises(HTTPException, match=f"one has {prompt} tokens .* longest sequence has 128: ") as found:
+    with pytest.raises(HTTPException, match=f"one has {prompt} tokens .* longest sequence has 128: ") as refused:
         length.fit("one", Model(), prompt, options)
-    assert found.value.status_code == 413
+    assert refused.value.status_code == 413

@@ -80,10 +80,10 @@ class Here:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Here]:
-    found = Here(tmp_path)
-    yield found
-    found.end()
-    del found
+    server = Here(tmp_path)
+    yield server
+    server.end()
+    del server
     gc.collect()
     take_out()
 
@@ -91,7 +91,7 @@ def here(tmp_path: Path) -> Iterator[Here]:
 def test_clients_of_every_kind_leave_nothing(here: Here) -> None:
     draw = random.Random(5)
     alone = [ask(here.client, here.model, first) for first in (3, 20)]
-    before, found = here.idle(), Counter[str]()
+    before, outcomes = here.idle(), Counter[str]()
     assert before[1] == 0
 
     async def all_of_them() -> None:
@@ -101,16 +101,16 @@ def test_clients_of_every_kind_leave_nothing(here: Here) -> None:
         async def one(name: str, chance: float) -> None:
             async with room:
                 reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
-                found[f"{name}: {await PLANS[name](reader, writer, here.model, chance)}"] += 1
+                outcomes[f"{name}: {await PLANS[name](reader, writer, here.model, chance)}"] += 1
                 writer.transport.abort() if chance < 0.5 else writer.close()  # a reset, or a good end
 
         await asyncio.wait_for(asyncio.gather(*(one(*plan) for plan in plans)), 3000)
 
     asyncio.run(all_of_them())
-    print(found)
-    assert {each.split(": ")[1] for each in found if each.startswith("answered")} <= {"200", "429"}
-    assert min(found["answered: 200"], found["streamed: 200"]) > CLIENTS / 50
-    assert found["gone in the middle: gone"] > CLIENTS / 20
+    print(outcomes)
+    assert {outcome.split(": ")[1] for outcome in outcomes if outcome.startswith("answered")} <= {"200", "429"}
+    assert min(outcomes["answered: 200"], outcomes["streamed: 200"]) > CLIENTS / 50
+    assert outcomes["gone in the middle: gone"] > CLIENTS / 20
     assert here.idle() == before
     assert [ask(here.client, here.model, first) for first in (3, 20)] == alone
     assert here.idle() == before

@@ -104,7 +104,7 @@ def turn(
 ) -> bool:
     """Asks all in one loop, -1: the last first, and compares. `told`: counts what requests that were not answered were
     told; where there is none all are. Did the loop begin? Once it has it must live."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     added, prepare = threading.Event(), ContinuousBatchProcessor.prepare_next_batch
     with ExitStack() as ends:
         # The loop gets all requests at once: how many steps it makes does not depend on how slowly they come.
@@ -121,13 +121,13 @@ def turn(
             manager.add_request(prompt, request_id=str(number))
         added.set()
         end = time.monotonic() + PATIENCE
-        while len(found) < len(asked):
-            assert time.monotonic() < end, f"{len(found)} answers of {len(asked)}: {manager.batch_processor}"
+        while len(answers) < len(asked):
+            assert time.monotonic() < end, f"{len(answers)} answers of {len(asked)}: {manager.batch_processor}"
             if (answer := manager.get_result(timeout=0.5)) is not None:
-                found[answer.request_id] = answer
+                answers[answer.request_id] = answer
         assert manager.background_thread_status.fatal_error is None
     for number, right in enumerate(expected):
-        answer = found[str(number)]
+        answer = answers[str(number)]
         if answer.error is None:
             assert answer.generated_tokens == right.tokens, number
         else:

@@ -233,9 +233,9 @@ class Lives(RuleBasedStateMachine):
         assert sorted(below) == sorted(known.values()), "each is reached"
         for table in self.blocks._allocator.block_table.values():
             keys = [known.get(block) for block in table]
-            found = [key for key in keys if key is not None]
-            assert keys[: len(found)] == found, "no full block behind one that is not"
-            for before, key in pairwise(found):
+            full = [key for key in keys if key is not None]
+            assert keys[: len(full)] == full, "no full block behind one that is not"
+            for before, key in pairwise(full):
                 assert (PAGED, key) in index.after(before)
 
     @invariant()
@@ -302,7 +302,7 @@ def test_what_is_worth_least_leaves_for_the_limit_whoever_has_it(often: str, onc
         store = managed.prefixes
         assert store is not None
         use(model, often, once)
-        assert [store.get_num_new_matched_tokens(each) for each in (HOT, COLD)] == [4 * BLOCK] * 2
+        assert [store.get_num_new_matched_tokens(prompt) for prompt in (HOT, COLD)] == [4 * BLOCK] * 2
         left = []
         while store.get_num_new_matched_tokens(COLD):
             store.limit = limit = store.nbytes - 1
@@ -374,8 +374,8 @@ def test_a_limit_that_is_set_while_a_loop_waits_for_requests() -> None:
                 loop.add_request(prompt, request_id=f"{turn} {number}")
             if turn % 2:
                 store.limit = 4 * PAGE  # while they run
-            found = {(it := loop.get_result(timeout=600)).request_id: it.generated_tokens for _ in asked}
-            assert [found[f"{turn} {number}"] for number in range(len(asked))] == expected
+            by_id = {(it := loop.get_result(timeout=600)).request_id: it.generated_tokens for _ in asked}
+            assert [by_id[f"{turn} {number}"] for number in range(len(asked))] == expected
             store.limit = 2 * PAGE
             while kept_by(model).request_pages.requests():
                 pass
@@ -405,7 +405,7 @@ def test_another_cache_takes_the_place_of_the_one_before(seen: list[int]) -> Non
             assert not len(index.index)
         with looping(model, 6) as first, looping(model, 6) as second:
             for loop in (second, second, first):
-                assert [each.tokens for each in ask(loop, asked)] == expected
+                assert [answer.tokens for answer in ask(loop, asked)] == expected
             assert first.batch_processor.cache.kept is store.contents.index.blocks.paged
             assert second.batch_processor.cache.kept is not first.batch_processor.cache.kept
         del first, second, loop, index
@@ -438,7 +438,7 @@ def test_other_threads_read_and_cut_while_a_loop_runs() -> None:
         thread.start()
         try:
             for turn in range(40):
-                assert [each.tokens for each in ask(loop, asked)] == expected
+                assert [answer.tokens for answer in ask(loop, asked)] == expected
                 if counts["read"] and counts["cleared"] and turn > 5:
                     break
         finally:

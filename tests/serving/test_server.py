@@ -190,7 +190,7 @@ def ask(client: OpenAI, model: str, first: int) -> str:
 def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
     client = serving.client()
     asked = [(model, first) for first in range(3, 15) for model in serving.models[:2]]
-    alone = [ask(client, *each) for each in asked]
+    alone = [ask(client, *request) for request in asked]
     assert len(set(alone)) > len(asked) / 2
     with ThreadPoolExecutor(12) as threads:
         assert list(threads.map(lambda each: ask(client, *each), asked)) == alone
@@ -206,12 +206,12 @@ def test_figures_are_scraped_while_two_models_serve(serving: Serving) -> None:
     asked_ = [(model, first) for first in range(3, 11) for model in serving.models[:2]]
     pages = [before]
     with ThreadPoolExecutor(8) as threads:
-        waiting = [threads.submit(ask, client, *each) for each in asked_]
-        while not all(each.done() for each in waiting):
+        waiting = [threads.submit(ask, client, *request) for request in asked_]
+        while not all(future.done() for future in waiting):
             pages.append(samples(serving.get("/metrics")[1]))
             assert sum(value for (name, _), value in pages[-1].items() if name == "ballonet_device_bytes") <= 24 * 2**20
-        for each in waiting:
-            each.result()
+        for future in waiting:
+            future.result()
 
     def grown(name: str, model: str) -> float:
         key = name, frozenset({("model", model)})
@@ -232,23 +232,23 @@ def test_figures_are_scraped_while_two_models_serve(serving: Serving) -> None:
     known = dict(sample_names(serving.get("/metrics")[1]))
     for expression in expressions():
         for name in asked(expression):
-            found = [set(sample.labels) for sample in known[name].samples if sample.name == name]
-            assert all(labels(expression) - {"instance", "le"} <= each for each in found), expression
+            label_sets = [set(sample.labels) for sample in known[name].samples if sample.name == name]
+            assert all(labels(expression) - {"instance", "le"} <= label_set for label_set in label_sets), expression
 
     look = control.look(serving.process.pid)
-    assert {each["path"] for each in look["models"]} == {*serving.models}
-    assert len({each["name"] for each in look["models"]}) == len(serving.models)
+    assert {listed["path"] for listed in look["models"]} == {*serving.models}
+    assert len({listed["name"] for listed in look["models"]}) == len(serving.models)
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Values of a page of figures, by name and labels. Each is there once."""
-    found = dict[tuple[str, frozenset[tuple[str, str]]], float]()
+    values = dict[tuple[str, frozenset[tuple[str, str]]], float]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             key = sample.name, frozenset(sample.labels.items())
-            assert key not in found
-            found[key] = sample.value
-    return found
+            assert key not in values
+            values[key] = sample.value
+    return values
 
 
 def in_a_loop(scene: Callable[[Loop, Any], Coroutine[Any, Any, None]], waiting: int = 8) -> None:
@@ -311,10 +311,10 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streami
 
         async def ended(task: asyncio.Task[Any]) -> int:
             """Returns how many tokens came."""
-            found = await task
+            answer = await task
             if not streaming:
-                return len(found[2])
-            text, streamer = found
+                return len(answer[2])
+            text, streamer = answer
             while await text.get() is not None:
                 pass
             return int(streamer.total_tokens)
@@ -322,7 +322,7 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streami
         first = await begun("a", LONGEST // 2)
         assert await refused("a")
         other = await begun("b")
-        assert [await ended(each) for each in (first, other)] == [LONGEST // 2, TOKENS]
+        assert [await ended(task) for task in (first, other)] == [LONGEST // 2, TOKENS]
         assert not await refused("a")
         gone = await begun("a", LONGEST // 2)
         if streaming:
@@ -374,7 +374,7 @@ def test_a_flood_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyP
             assert refused.value.status_code == 429
         monkeypatch.undo()
         loop._cb.start()
-        assert [len(found[2]) for found in await asyncio.gather(*asks[:8])] == [TOKENS] * 8
+        assert [len(answer[2]) for answer in await asyncio.gather(*asks[:8])] == [TOKENS] * 8
 
     monkeypatch.setattr(ContinuousBatchingManager, "start", lambda loop: None)  # so that they wait
     in_a_loop(scene, waiting=8)
@@ -385,7 +385,7 @@ def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
     first server ends by Ctrl-C."""
     options = ("--json", "--prefix-dir", str(tmp_path / "prefixes"), "--batch-tokens", "128")
     said = " ".join(f"w{3 + n * n % 50}" for n in range(530))
-    found = list[float]()
+    figures = list[float]()
     for turn in range(2):
         server = Serving(tmp_path, *options, layers=(2,), longest=1024)
         try:
@@ -396,14 +396,14 @@ def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
             text = answer.choices[0].text
             assert text == by_stock(server.models[0], prompt)
             said = f"{prompt} {text}"
-            found.append(server.figure('ballonet_prompt_tokens_total{found="disk"'))
+            figures.append(server.figure('ballonet_prompt_tokens_total{found="disk"'))
             ready = {"ready": True, "url": server.url, "models": server.models, "pid": server.process.pid}
             assert json.loads(server.printed()) == ready
             assert server.end((signal.SIGINT, signal.SIGTERM)[turn]) == 0, server.said()
             assert "Traceback" not in server.said(), server.said()
         finally:
             server.process.kill()
-    assert found == [0, 512]
+    assert figures == [0, 512]
 
 
 def by_stock(folder: str, prompt: str, tokens: int = TOKENS) -> str:
@@ -411,8 +411,8 @@ def by_stock(folder: str, prompt: str, tokens: int = TOKENS) -> str:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(folder)
-    found = model.generate(ids, do_sample=False, max_new_tokens=tokens)
-    return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+    output = model.generate(ids, do_sample=False, max_new_tokens=tokens)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_what_is_refused(serving: Serving) -> None:
@@ -443,9 +443,9 @@ def test_what_is_refused(serving: Serving) -> None:
         ("audio/transcriptions", KEY, {}, 403, "serves text"),
     ]
     for path, key, sent, status, says in cases:
-        found = serving.get(f"/v1/{path}", key, sent if isinstance(sent, bytes) else json.dumps(sent).encode())
-        assert found[0] == status, (path, sent, found)
-        assert says in json.loads(found[1])["error"]["message"], (path, sent, found)
+        response = serving.get(f"/v1/{path}", key, sent if isinstance(sent, bytes) else json.dumps(sent).encode())
+        assert response[0] == status, (path, sent, response)
+        assert says in json.loads(response[1])["error"]["message"], (path, sent, response)
     assert serving.get("/load_model", KEY, b"{}")[0] == 403
     assert serving.get("/health", None)[0] == 200
     assert serving.get("/metrics", None)[0] == 401
@@ -462,7 +462,7 @@ def test_what_no_header_calls_json_is_looked_at_too(serving: Serving) -> None:
 
 
 def test_the_models_are_listed(serving: Serving) -> None:
-    assert [each.id for each in serving.client().models.list()] == sorted(serving.models)
+    assert [model.id for model in serving.client().models.list()] == sorted(serving.models)
     assert serving.get("/v1/models", None)[0] == 401
 
 
@@ -528,13 +528,13 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     held.touch()
 
     def stream(first: int) -> str:
-        found = ""
+        reason = ""
         asked = client.completions.create(
             model=model, prompt=f"w{first} w4", max_tokens=tokens, temperature=0, stream=True
         )
         for chunk in asked:
-            found = chunk.choices[0].finish_reason or ""
-        return found
+            reason = chunk.choices[0].finish_reason or ""
+        return reason
 
     def wait(first: int) -> str:
         answer = client.completions.create(model=model, prompt=f"w{first} w4", max_tokens=tokens, temperature=0)
@@ -552,20 +552,20 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
         with ThreadPoolExecutor(12) as threads:
             asked = [threads.submit(told, (stream, wait)[n % 2], 3 + n) for n in range(12)]
             while server.figure("ballonet_requests{") < 12:
-                assert not any(each.done() for each in asked), [each.result() for each in asked if each.done()]
+                assert not any(call.done() for call in asked), [call.result() for call in asked if call.done()]
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
             if tokens == 50:
                 held.unlink()  # else once they are told
             assert server.ended() == 0, server.said()
-            found = [each.result() for each in asked]
+            texts = [call.result() for call in asked]
     finally:
         server.process.kill()
     if tokens == 50:
-        assert found == ["length"] * 12
+        assert texts == ["length"] * 12
     else:
-        assert all(each.startswith("stream Generation loop finished") for each in found[::2]), found
-        assert all(each.startswith("503") and "the server shuts down" in each for each in found[1::2]), found
+        assert all(text.startswith("stream Generation loop finished") for text in texts[::2]), texts
+        assert all(text.startswith("503") and "the server shuts down" in text for text in texts[1::2]), texts
     assert "Traceback" not in server.said(), server.said()
     events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
     drawn_requests = [

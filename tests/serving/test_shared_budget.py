@@ -34,10 +34,10 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Se
             options = ("--shared-budget", share, "--batch-tokens", "32")
             started.append(Serving(tmp_path / str(len(started)), *options, layers=(4,), runtime=str(tmp_path)))
         yield started
-        assert [each.end() for each in started] == [0, 0], [each.said() for each in started]
+        assert [server.end() for server in started] == [0, 0], [server.said() for server in started]
     finally:
-        for each in started:
-            each.process.kill()
+        for server in started:
+            server.process.kill()
 
 
 def ask(client: OpenAI, model: str, prompt: str) -> str:
@@ -47,14 +47,14 @@ def ask(client: OpenAI, model: str, prompt: str) -> str:
 
 
 def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.CaptureFixture[str]) -> None:
-    stock = [by_stock(servers[0].models[0], each, TOKENS) for each in PROMPTS]
+    stock = [by_stock(servers[0].models[0], prompt, TOKENS) for prompt in PROMPTS]
     asking = {server: partial(ask, server.client(), server.models[0]) for server in servers}
 
     def parts(*total: int) -> dict[int, int]:
         """Bytes of each process, after the total has changed."""
         assert main(["budget", "--shared", *map(str, total), "--json"]) == 0, capsys.readouterr().err
-        (found,) = json.loads(capsys.readouterr().out)
-        return {each["pid"]: each["part"] for each in found["parts"]}
+        (row,) = json.loads(capsys.readouterr().out)
+        return {part["pid"]: part["part"] for part in row["parts"]}
 
     with (
         ThreadPoolExecutor(8 * len(PROMPTS)) as threads,
@@ -63,16 +63,16 @@ def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.Captur
 
         def load(*chosen: Serving) -> None:
             """Many clients at once."""
-            answers = [threads.map(asking[each], 4 * PROMPTS) for each in chosen]
+            answers = [threads.map(asking[server], 4 * PROMPTS) for server in chosen]
             assert [list(answer) for answer in answers] == [4 * stock] * len(chosen)
 
-        for each, other in (servers, servers[::-1]):
+        for server, other in (servers, servers[::-1]):
             for _ in range(ROUNDS):
-                load(each)
-                if (found := parts())[each.process.pid] > TOTAL // 2:
+                load(server)
+                if (shares := parts())[server.process.pid] > TOTAL // 2:
                     break
-            assert found[each.process.pid] > TOTAL // 2 > found[other.process.pid], "pages follow the load"
-            assert each.figure('ballonet_shared_budget_bytes{what="total"') == TOTAL
+            assert shares[server.process.pid] > TOTAL // 2 > shares[other.process.pid], "pages follow the load"
+            assert server.figure('ballonet_shared_budget_bytes{what="total"') == TOTAL
         for total in (LESS, TOTAL):
             waiting = threads.submit(load, *servers)
             watcher.total = max(watcher.total, total)

@@ -47,7 +47,7 @@ def _purged_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def given(pages: SectorPages, sectors: Iterable[int]) -> None:
         gone = set(sectors)
-        for cache in (found for each in caches if (found := each()) is not None and found.pages is pages):
+        for cache in (alive for reference in caches if (alive := reference()) is not None and alive.pages is pages):
             for allocator in cache.cache_allocators.values():
                 assert gone.isdisjoint(block // allocator.blocks_per_sector for block in allocator.ledger.block_to_hash)
         give(pages, gone)
@@ -79,32 +79,32 @@ def managing(
 
 
 def batch(model: Any, asked: list[list[int]]) -> list[list[int]]:
-    return [each.tokens for each in checked(answers(model, asked, NEW, num_blocks=96))]
+    return [answer.tokens for answer in checked(answers(model, asked, NEW, num_blocks=96))]
 
 
 def checked(found: list[Answer]) -> list[Answer]:
-    assert [each.error for each in found] == [None] * len(found)
+    assert [answer.error for answer in found] == [None] * len(found)
     return found
 
 
 def single(model: Any, asked: list[list[int]]) -> list[list[int]]:
     """By `generate()`, one after the other."""
-    found = []
+    texts = []
     for prompt in asked:
         tokens = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
-        found.append(tokens[0, len(prompt) :].tolist())
-    return found
+        texts.append(tokens[0, len(prompt) :].tolist())
+    return texts
 
 
 def longer(asked: list[list[int]], said: list[list[int]], turn: int) -> list[list[int]]:
-    return [[*prompt, *each, *range(3 + turn, 3 + turn + NEW)] for prompt, each in zip(asked, said, strict=True)]
+    return [[*prompt, *answer, *range(3 + turn, 3 + turn + NEW)] for prompt, answer in zip(asked, said, strict=True)]
 
 
 def needed(asked: list[list[int]]) -> int:
     """Tokens that a turn has to compute: its new ones, the last of the answer before, and of each sequence what lies
     behind its last full block; and of its own answer all but the last."""
-    before = [len(each) - NEW - 1 for each in asked]  # tokens that were computed
-    return sum(len(each) - done // BLOCK * BLOCK + NEW - 1 for each, done in zip(asked, before, strict=True))
+    before = [len(prompt) - NEW - 1 for prompt in asked]  # tokens that were computed
+    return sum(len(prompt) - done // BLOCK * BLOCK + NEW - 1 for prompt, done in zip(asked, before, strict=True))
 
 
 def questions() -> list[list[int]]:
@@ -136,18 +136,18 @@ def test_a_turn_finds_the_one_before(ways: tuple[str, str], seen: list[int]) -> 
         turns.append(longer(turns[-1], said[-1], turn))
         said.append(batch(model, turns[-1]))
     with managing(model, prefix_cache=True) as managed:
-        for turn, (each, right) in enumerate(zip(turns, said, strict=True)):
+        for turn, (turn_prompts, right) in enumerate(zip(turns, said, strict=True)):
             way = ways[turn % 2]
             del seen[:]
             counts, before = managed.prefixes.counts, managed.prefixes.counts.hits
             if way == "batch":
-                assert batch(model, each) == right
+                assert batch(model, turn_prompts) == right
                 computed = sum(seen)
             else:
-                assert single(model, each) == right
-                computed = sum(map(len, each)) - (counts.hits - before) + len(each) * (NEW - 1)
+                assert single(model, turn_prompts) == right
+                computed = sum(map(len, turn_prompts)) - (counts.hits - before) + len(turn_prompts) * (NEW - 1)
             if turn:
-                assert computed == needed(each), (turn, way)
+                assert computed == needed(turn_prompts), (turn, way)
 
 
 def test_a_turn_finds_the_one_before_in_the_same_loop(seen: list[int]) -> None:
@@ -156,9 +156,9 @@ def test_a_turn_finds_the_one_before_in_the_same_loop(seen: list[int]) -> None:
     again = longer(asked, first, 0)
     right = batch(model, again)
     with managing(model, prefix_cache=True), looping(model, NEW) as loop:
-        for each, said in ((asked, first), (again, right)):
+        for asking, said in ((asked, first), (again, right)):
             del seen[:]
-            assert [answer.tokens for answer in ask(loop, each)] == said
+            assert [answer.tokens for answer in ask(loop, asking)] == said
         assert sum(seen) == needed(again)
         del loop
 
@@ -218,7 +218,7 @@ def test_a_file_of_another_shape_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
     with managing(model, prefix_dir=tmp_path):
         batch(model, asked)
     part = saving.SavedRun.part
-    monkeypatch.setattr(saving.SavedRun, "part", lambda *args: tuple(each.transpose(1, 3) for each in part(*args)))
+    monkeypatch.setattr(saving.SavedRun, "part", lambda *args: tuple(tensor.transpose(1, 3) for tensor in part(*args)))
     with managing(model, prefix_dir=tmp_path):
         assert batch(model, asked) == first
 
@@ -234,8 +234,8 @@ def test_tokens_are_stocks_while_pages_move(seed: int, tmp_path: Path) -> None:
         said.append(batch(model, turns[-1]))
     for _ in range(2):
         with managing(model, 64, chaos=seed, prefix_dir=tmp_path, manage=testing.manage):
-            for turn, (each, right) in enumerate(zip(turns, said, strict=True)):
-                assert (batch if turn % 2 else single)(model, each) == right
+            for turn, (turn_prompts, right) in enumerate(zip(turns, said, strict=True)):
+                assert (batch if turn % 2 else single)(model, turn_prompts) == right
     assert list(tmp_path.iterdir())
 
 
@@ -263,7 +263,7 @@ def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
     with managing(model, prefix_dir=tmp_path) as managed, looping(model, NEW) as loop:
         for _ in range(3):
             assert single(model, asked) == first
-            assert [each.tokens for each in ask(loop, [*asked, *again])] == first + right
+            assert [answer.tokens for answer in ask(loop, [*asked, *again])] == first + right
             assert single(model, again) == right
         assert managed.prefixes.counts.hits > 0
         del loop
@@ -278,10 +278,10 @@ def test_weights_that_change_between_requests_of_a_loop(seen: list[int]) -> None
                 with torch.no_grad():
                     next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
             del seen[:]
-            found = ask(loop, asked)
+            outcomes = ask(loop, asked)
             assert sum(seen) >= sum(map(len, asked))
         del loop
-    assert [each.tokens for each in found] == batch(model, asked)
+    assert [answer.tokens for answer in outcomes] == batch(model, asked)
 
 
 def test_hashes_go_before_pages(seen: list[int]) -> None:

@@ -39,8 +39,8 @@ def test_those_that_wait_get_the_pages_of_an_idle_process(
         with ballonet.manage(model, interval=None, shared_budget=True), looping(model, 6) as manager:
             before = part()
             manager.add_request(asked)
-            found = manager.get_result(timeout=600)
-            assert (found.generated_tokens, found.error) == (expected, None)
+            reply = manager.get_result(timeout=600)
+            assert (reply.generated_tokens, reply.error) == (expected, None)
             assert part() > 1.5 * before
             del manager
     control.stop()
@@ -63,14 +63,14 @@ def test_a_lone_step_that_finds_no_memory_is_tried_again_while_others_have_some(
             for failing, failed in ({1, 4}, 2), (range(10**6), 3), ({3, 4}, 2):
                 with Lacking(model, lambda step, _, failing=failing: step in failing) as lacking:  # type: ignore[misc]
                     manager.add_request(asked)
-                    found = manager.get_result(timeout=600)
+                    reply = manager.get_result(timeout=600)
                 assert lacking.failed == failed
-                assert (found.generated_tokens, found.error) == expected if failed == 2 else "no memory" in found.error
+                assert (reply.generated_tokens, reply.error) == expected if failed == 2 else "no memory" in reply.error
             del manager
     control.stop()
 
 
 def part() -> int:
     """Bytes of this process."""
-    (found,) = shared_total.change_total(None, None, 60.0)
-    return next(each["part"] for each in found["parts"] if each["pid"] == os.getpid())
+    (row,) = shared_total.change_total(None, None, 60.0)
+    return next(entry["part"] for entry in row["parts"] if entry["pid"] == os.getpid())

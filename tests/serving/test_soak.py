@@ -62,18 +62,18 @@ class Loop:
 
     def hear(self, seconds: float) -> None:
         """Takes an answer, if one comes, and compares it with stock's."""
-        found = self._manager.get_result(timeout=seconds)
-        if found is None:
+        reply = self._manager.get_result(timeout=seconds)
+        if reply is None:
             assert self._manager.is_running(), "the loop has ended"
             return
-        number, tokens = self.waiting.pop(found.request_id, (None, 0))
+        number, tokens = self.waiting.pop(reply.request_id, (None, 0))
         if number is None:
             return  # cancelled
-        if found.error is not None:
-            assert "no memory" in found.error or "needs" in found.error or "out of memory" in found.error, found.error
+        if reply.error is not None:
+            assert "no memory" in reply.error or "needs" in reply.error or "out of memory" in reply.error, reply.error
             self.refused += 1
         else:
-            assert found.generated_tokens == self.expected[number].tokens[:tokens], (number, found)
+            assert reply.generated_tokens == self.expected[number].tokens[:tokens], (number, reply)
             self.answered += 1
 
     def again(self) -> None:
@@ -147,7 +147,7 @@ def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
     seen = watcher.seen
     said = [(loop.answered, loop.cancelled, loop.refused, loop.loops) for loop in loops]
     print(f"{SECONDS:.0f} s; answered, cancelled, refused, loops of each model: {said}; budgets: {changed}; {seen}")
-    print(f"MiB that are not of the pool, by part: {[each >> 20 for each in memory[:: max(1, len(memory) // 10)]]}")
+    print(f"MiB that are not of the pool, by part: {[size >> 20 for size in memory[:: max(1, len(memory) // 10)]]}")
     assert seen["over_device"] == seen["over_host"] == 0, seen
     assert most > 26 * PAGE
     assert 0 < seen["most_device"] <= max(budgets) * PAGE

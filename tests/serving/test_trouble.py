@@ -73,7 +73,7 @@ class Lacking:
 def test_requests_of_a_step_that_finds_no_memory_begin_again(two: bool, schedule: str, children: int) -> None:
     """In the first step, in the last one, and in two in a row; with children, which are forks of their prompt."""
     model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
-    expected = [each for each in stock(model, asked, 12) for _ in range(children)]
+    expected = [answer for answer in stock(model, asked, 12) for _ in range(children)]
     install(256)
     settings = {"use_async_batching": two, "scheduler_type": schedule, "children": children}
     with ballonet.manage(model):
@@ -95,8 +95,8 @@ def test_a_request_that_is_alone_fails_and_those_after_it_are_answered(two: bool
             assert "no memory" in manager.get_result(timeout=600).error
         for prompt, right in zip(asked, expected, strict=True):
             manager.add_request(prompt)
-            found = manager.get_result(timeout=600)
-            assert (found.generated_tokens, found.error) == right
+            answer = manager.get_result(timeout=600)
+            assert (answer.generated_tokens, answer.error) == right
         del manager
 
 
@@ -142,10 +142,10 @@ def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool, at_steps: Cal
     with ballonet.manage(model), looping(model, 200, use_async_batching=two) as manager:
         at_steps(act(manager))
         manager.add_request(asked[0], request_id="cancelled")
-        found = manager.get_result(timeout=600)
+        answer = manager.get_result(timeout=600)
         manager.cancel_request("waits")
-        assert found is not None
-        assert (found.request_id, found.generated_tokens) == ("waits", expected[1].tokens)
+        assert answer is not None
+        assert (answer.request_id, answer.generated_tokens) == ("waits", expected[1].tokens)
         del manager
 
 
@@ -225,9 +225,9 @@ def test_a_request_that_comes_just_as_a_loop_is_to_end_is_told(at_steps: Callabl
     with ballonet.manage(model), looping(model, 400) as manager:
         at_steps(act(manager))
         manager.add_request(first, request_id="runs")
-        found = [manager.get_result(timeout=600) for _ in range(2)]
-        assert {each.request_id for each in found} == {"runs", "comes"}
-        assert all("loop finished" in each.error for each in found)
+        results = [manager.get_result(timeout=600) for _ in range(2)]
+        assert {answer.request_id for answer in results} == {"runs", "comes"}
+        assert all("loop finished" in answer.error for answer in results)
         del manager
 
 
@@ -277,7 +277,7 @@ def test_a_request_that_is_preempted_goes_on_where_it_was(
 
 def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = build("llama", num_hidden_layers=4), prompts(4, 60)
-    expected = [each for each in stock(model, asked, 12) for _ in range(3)]
+    expected = [answer for answer in stock(model, asked, 12) for _ in range(3)]
     install(256)
     processor, full = continuous_api.ContinuousBatchProcessor, list[bool]()
     update = processor.update_batch
@@ -314,8 +314,8 @@ def test_a_prompt_has_several_answers_of_which_one_token_is_not_known(two: bool)
             for prompt, right in zip(asked, expected, strict=True):
                 manager.num_return_sequences = children
                 manager.add_request(prompt)
-                found = [manager.get_result(timeout=600) for _ in range(children)]
-                assert [(each.generated_tokens, each.error) for each in found] == [right] * children
+                results = [manager.get_result(timeout=600) for _ in range(children)]
+                assert [(answer.generated_tokens, answer.error) for answer in results] == [right] * children
         del manager
 
 
@@ -353,12 +353,12 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
         for lacks in (False, True, False):
             block = device.allocate(device.available * PAGE) if lacks else None
             manager.add_request(asked if block is None else prompts(1, 200)[0])
-            found = manager.get_result(timeout=600)
+            answer = manager.get_result(timeout=600)
             if block is not None:
-                assert "of KV and activations" in found.error
+                assert "of KV and activations" in answer.error
                 device.deallocate(block)
             else:
-                assert (found.generated_tokens, found.error) == expected[0]
+                assert (answer.generated_tokens, answer.error) == expected[0]
         del manager
 
 
@@ -373,14 +373,14 @@ def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, le
         device = devices.require()
         filler = device.reserve(device.budget, "kv", device.group())
         filler.map(0, device.available - left)
-        found = answers(model, asked, 24)
+        results = answers(model, asked, 24)
         filler.close()
-    assert [each.tokens for each in found if each.error is None] == [
-        right.tokens for right, each in zip(expected, found, strict=True) if each.error is None
+    assert [answer.tokens for answer in results if answer.error is None] == [
+        right.tokens for right, answer in zip(expected, results, strict=True) if answer.error is None
     ]
-    assert all(each.error is None or "budget" in each.error for each in found)
+    assert all(answer.error is None or "budget" in answer.error for answer in results)
     if left > 20:
-        assert not all(each.error for each in found)
+        assert not all(answer.error for answer in results)
 
 
 def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:

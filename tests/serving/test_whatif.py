@@ -66,14 +66,14 @@ def simulated(
 
 @pytest.mark.parametrize("policy", ONE)
 def test_a_request_alone_takes_what_its_steps_cost(policy: str) -> None:
-    found = simulated(policy, machine(128), [RecordedArrival(0.0, 300, 4)], costs=QUADRATIC)
+    figures = simulated(policy, machine(128), [RecordedArrival(0.0, 300, 4)], costs=QUADRATIC)
     prompts = QUADRATIC.seconds(Step(256, 256)) + QUADRATIC.seconds(Step(44, 300))
     tokens = [QUADRATIC.seconds(Step(1, 300 + n)) for n in (1, 2, 3)]
-    assert found["ttft_p50"] == pytest.approx(prompts)
-    assert found["seconds"] == pytest.approx(prompts + sum(tokens))
-    assert found["tbt_p99"] == pytest.approx(tokens[-1])
-    assert (found["requests"], found["failed"], found["tokens"], found["steps"]) == (1, 0, 4, 5)
-    assert found["stalled"] == found["moved"] == 0
+    assert figures["ttft_p50"] == pytest.approx(prompts)
+    assert figures["seconds"] == pytest.approx(prompts + sum(tokens))
+    assert figures["tbt_p99"] == pytest.approx(tokens[-1])
+    assert (figures["requests"], figures["failed"], figures["tokens"], figures["steps"]) == (1, 0, 4, 5)
+    assert figures["stalled"] == figures["moved"] == 0
 
 
 @pytest.mark.parametrize("policy", SHARED)
@@ -111,13 +111,13 @@ def test_the_fastest_batches_are_faster_where_attention_costs_much() -> None:
 
 
 def test_what_can_never_run_fails_alone() -> None:
-    found = simulated("fast", machine(48), [*ARRIVALS[:4], RecordedArrival(0.0, 100_000, 4)])
-    assert (found["requests"], found["failed"]) == (5, 1)
+    figures = simulated("fast", machine(48), [*ARRIVALS[:4], RecordedArrival(0.0, 100_000, 4)])
+    assert (figures["requests"], figures["failed"]) == (5, 1)
 
 
 def test_weights_that_do_not_fit_stream_and_have_steps_wait_as_the_schedule_says() -> None:
     """One request, in a budget that lacks pages for the layers: each step waits what the plan's passes take longer."""
-    found = simulated("fast", replace(machine(36), link=400.0 * MIB), [RecordedArrival(0.0, 16, 16)])
+    figures = simulated("fast", replace(machine(36), link=400.0 * MIB), [RecordedArrival(0.0, 16, 16)])
     page, compute = 256 * 1024 / (400 * MIB), LINEAR.seconds(Step(1, 17))
     pages = (17,) * 8  # of 4 MiB and a norm
     stalls = {
@@ -125,10 +125,10 @@ def test_weights_that_do_not_fit_stream_and_have_steps_wait_as_the_schedule_says
         for wanted in range(sum(pages))
         if (plan := fewest(pages, wanted, Costs(pages, compute, page).ratio)) is not None
     }
-    assert found["failed"] == 0
-    waited = found["seconds"] - LINEAR.seconds(Step(16, 16)) - 15 * compute
-    assert waited == pytest.approx(found["stalled"] + found["moved"], abs=1e-5)
-    assert 0 < found["stalled"] <= 16 * max(stalls)
+    assert figures["failed"] == 0
+    waited = figures["seconds"] - LINEAR.seconds(Step(16, 16)) - 15 * compute
+    assert waited == pytest.approx(figures["stalled"] + figures["moved"], abs=1e-5)
+    assert 0 < figures["stalled"] <= 16 * max(stalls)
 
 
 def test_an_idle_model_lends_its_weights_to_one_that_is_asked() -> None:
@@ -136,24 +136,24 @@ def test_an_idle_model_lends_its_weights_to_one_that_is_asked() -> None:
     lent, fixed = (simulated(policy, machine(80), ARRIVALS, []) for policy in ("fast", "weights-fixed"))
     assert lent["kv_bytes"] > fixed["kv_bytes"]
     assert lent["steps"] < fixed["steps"]
-    assert [each["requests"] for each in lent["models"]] == [24, 0]
+    assert [model["requests"] for model in lent["models"]] == [24, 0]
 
 
 def test_swapping_copies_all_weights_at_each_change() -> None:
     first, second = [RecordedArrival(0.0, 32, 4)], [RecordedArrival(0.0, 32, 4)]
-    found = simulated("swap", machine(64), first, second)
+    figures = simulated("swap", machine(64), first, second)
     alone = simulated("stock", machine(64), first)
     weights = MachineSizes.of(config()).total / (1000 * MIB)
-    assert found["swaps"] == 1
-    assert found["moved"] == pytest.approx(weights)
-    assert found["seconds"] == pytest.approx(2 * alone["seconds"] + weights, abs=1e-5)
+    assert figures["swaps"] == 1
+    assert figures["moved"] == pytest.approx(weights)
+    assert figures["seconds"] == pytest.approx(2 * alone["seconds"] + weights, abs=1e-5)
 
 
 def test_split_gives_each_model_an_even_part() -> None:
     """Two models that are asked in turns, each in its part, take as many steps each as one alone in as much."""
-    apart = [replace(each, at=each.at + 1000) for each in ARRIVALS]
-    found, alone = simulated("split", machine(128), ARRIVALS, apart), simulated("stock", machine(64))
-    assert found["steps"] == 2 * alone["steps"]
+    apart = [replace(arrival, at=arrival.at + 1000) for arrival in ARRIVALS]
+    figures, alone = simulated("split", machine(128), ARRIVALS, apart), simulated("stock", machine(64))
+    assert figures["steps"] == 2 * alone["steps"]
     with pytest.raises(ManageError, match="has no room for a cache beside weights"):
         simulated("split", machine(64), ARRIVALS, apart)
 
@@ -179,15 +179,15 @@ def test_switches_change_what_is_decided() -> None:
     logs: dict[str, list[Decision]] = {}
     for policy in ("fast", "uncapped", "weights-fixed", "no-inflation", "no-buffer"):
         logs[policy] = []
-        found = simulated(policy, replace(machine(84, host=256), link=200.0 * MIB), *burst, log=logs[policy])
-        assert found["failed"] == 0
+        figures = simulated(policy, replace(machine(84, host=256), link=200.0 * MIB), *burst, log=logs[policy])
+        assert figures["failed"] == 0
     assert all(logs[policy] != logs["fast"] for policy in logs if policy != "fast")
 
 
 @pytest.mark.filterwarnings("ignore:.*is not kept")
 def test_requests_that_ask_for_too_much_fail() -> None:
-    found = simulated("fast", machine(64), slos=(None, 1e-3), ask=True)
-    assert found["failed"] > 0
+    figures = simulated("fast", machine(64), slos=(None, 1e-3), ask=True)
+    assert figures["failed"] > 0
     assert simulated("fast", machine(64), slos=(None, 1e-3))["failed"] == 0
 
 
@@ -214,19 +214,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     command += ["--host-budget", "8MiB", "--block-size", "16", "--batch-tokens", "128", "--costs", str(costs)]
     assert main(command) == 0
     said = capsys.readouterr()
-    found = [json.loads(line) for line in said.out.splitlines()]
-    assert [each["policy"] for each in found] == list(ONE)
-    assert {each["requests"] for each in found} == {24}
+    results = [json.loads(line) for line in said.out.splitlines()]
+    assert [row["policy"] for row in results] == list(ONE)
+    assert {row["requests"] for row in results} == {24}
     assert "half of those measured are within" in said.err
     assert asdict(Parts(**json.loads(costs.read_text()))).keys() >= {"fixed", "row", "key", "pair"}
     assert main([*command, "--policy", "fast"]) == 0
     assert "measuring" not in capsys.readouterr().err
     assert main([*command, "--model", model, "--turns", "100ms"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["policy"] for each in found] == list(default(2))
-    assert {each["requests"] for each in found[0]["models"]} == {12} or len(found[0]["models"]) == 2
-    assert {each["time"] for each in found} == {"simulated"}
-    assert {each["pages"] for each in found} == {"real"}
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["policy"] for row in results] == list(default(2))
+    assert {tenant["requests"] for tenant in results[0]["models"]} == {12} or len(results[0]["models"]) == 2
+    assert {row["time"] for row in results} == {"simulated"}
+    assert {row["pages"] for row in results} == {"real"}
     assert main([*command, "--policy", "best"]) != 0
     assert "there are stock, split" in capsys.readouterr().err
     for wrong in (["--turns", "1s"], ["--ask"], ["--costs", str(costs)]):
@@ -263,6 +263,6 @@ def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(
 
 def test_weights_are_those_of_the_model() -> None:
     model = build("llama")
-    found = MachineSizes.of(model.config)
-    assert found.total == sum(parameter.nbytes for parameter in model.parameters())
-    assert found.layers == tuple(sum(parameter.nbytes for parameter in it.parameters()) for it in model.model.layers)
+    sizes = MachineSizes.of(model.config)
+    assert sizes.total == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes.layers == tuple(sum(parameter.nbytes for parameter in it.parameters()) for it in model.model.layers)

@@ -130,11 +130,11 @@ def play(stage: Stage, python: Path, jobs: int) -> Outcome:
         [*command, *stage.paths], cwd=ROOT, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True
     ) as process:
         for line in lines(process, log):
-            found = LINE.match(line)
-            if found and (result := found[1] or found[3]):
-                outcome.results[found[2]] = result
+            match = LINE.match(line)
+            if match and (result := match[1] or match[3]):
+                outcome.results[match[2]] = result
                 spent = time.monotonic() - start
-                print(f"  {spent:5.0f} s  {len(outcome.results):3}  {result.lower():7} {found[2]}", flush=True)
+                print(f"  {spent:5.0f} s  {len(outcome.results):3}  {result.lower():7} {match[2]}", flush=True)
     outcome.seconds, outcome.status = round(time.monotonic() - start, 1), process.returncode
     if outcome.failed:
         print(*FAILURES.findall(log.read_text()), f"  see {log.relative_to(ROOT)}", sep="\n")
@@ -169,7 +169,7 @@ def main() -> int:
         stages = (
             Stage(f"everything at {chosen.delay:g} us, seed {chosen.seed}", round(1000 * chosen.delay), chosen.seed),
         )
-    wanted = [each for each in stages if not chosen.patterns or any(part in each.name for part in chosen.patterns)]
+    wanted = [stage for stage in stages if not chosen.patterns or any(part in stage.name for part in chosen.patterns)]
     outcomes = []
     for number, stage in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {stage.name}: delay {stage.delay / 1000:g} us, seed {stage.seed}", flush=True)

@@ -76,8 +76,8 @@ class Suite:
     def __init__(self, file: Path, folder: Path, limit: float) -> None:
         self._folder, self._limit = folder, limit
         self._name = file.name
-        for each in (file, Path(__file__)):  # the plugin alone: what lies beside it is for other interpreters
-            shutil.copy(each, folder)
+        for path in (file, Path(__file__)):  # the plugin alone: what lies beside it is for other interpreters
+            shutil.copy(path, folder)
 
     def select(self, expression: str) -> list[str]:
         """The ids of the tests that the expression of pytest's -k names."""

@@ -113,18 +113,18 @@ def full(but: int) -> Iterator[None]:
 def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:
     """Does this have layers read from slots?"""
     ring = managed._weights.ring
-    enter, found = ring.enter, list[Range | None]()
+    enter, entered = ring.enter, list[Range | None]()
 
     def counted(layer: int, stream: int) -> Range | None:
-        found.append(enter(layer, stream))
-        return found[-1]
+        entered.append(enter(layer, stream))
+        return entered[-1]
 
     ring.enter = counted  # type: ignore[method-assign]
     try:
         act()
     finally:
         del ring.enter
-    return any(each is not None for each in found)
+    return any(range_ is not None for range_ in entered)
 
 
 @pytest.fixture

@@ -49,16 +49,16 @@ def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Any:
     """Whose pages are always scarce, and whose link hides every copy. Graphs are those of tests/graphs.py."""
     graphs.pretend(monkeypatch)
     tuned(clock=Clock())
-    found = governors.of(devices.require())
-    monkeypatch.setattr(found.pages, "scarce", True)
-    found.link.bandwidth = 1e12
-    return found
+    ours = governors.of(devices.require())
+    monkeypatch.setattr(ours.pages, "scarce", True)
+    ours.link.bandwidth = 1e12
+    return ours
 
 
 def logits(model: Any, **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS, **({"use_cache": False} | options)).logits
-    return found
+        scores: torch.Tensor = model(IDS, **({"use_cache": False} | options)).logits
+    return scores
 
 
 class Captured:
@@ -201,8 +201,8 @@ def hidden(model: Any) -> torch.Tensor:
 def of_stock(original: Any, layer: int, part: str = "mlp") -> torch.Tensor:
     """What a part of the layer makes of `hidden`."""
     with install.stock(), torch.no_grad():
-        found: torch.Tensor = original.model.layers[layer].get_submodule(part)(hidden(original))
-    return found
+        output: torch.Tensor = original.model.layers[layer].get_submodule(part)(hidden(original))
+    return output
 
 
 @pytest.mark.parametrize("part", ["mlp", "self_attn.o_proj"])
@@ -230,7 +230,7 @@ def test_runs_of_layers_within_a_forward(model: Any, managed: ballonet.Managed, 
     def both(states: torch.Tensor, **others: Any) -> torch.Tensor:
         cosine, sine = others["position_embeddings"]
         if not made:
-            placed.extend(each.clone() for each in (states, cosine, sine))
+            placed.extend(tensor.clone() for tensor in (states, cosine, sine))
             others["position_embeddings"] = tuple(placed[1:])
             made.append(Captured(lambda: forwards[1](forwards[0](placed[0], **others), **others)))
         for place, new in zip(placed, (states, cosine, sine), strict=True):
@@ -485,9 +485,9 @@ def test_caches_that_are_made_within_a_capture_are_stock(model: Any, expected: t
     caches: list[Any] = []
 
     def work() -> torch.Tensor:
-        found = model(IDS, use_cache=True)
-        caches.append(found.past_key_values)
-        return found.logits
+        output = model(IDS, use_cache=True)
+        caches.append(output.past_key_values)
+        return output.logits
 
     with ballonet.manage(model):
         captured = Captured(work)

@@ -64,8 +64,8 @@ def managed(model: Any) -> Iterator[ballonet.Managed]:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits
-    return found
+        scores: torch.Tensor = model(IDS).logits
+    return scores
 
 
 def stock(original: Any, act: Callable[[Any], object] = lambda model: None) -> torch.Tensor:
@@ -152,7 +152,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "counted": lambda it: torch.no_grad()(it.model.layers[1].mlp.up_proj.weight.mul_)(2),
     "data": lambda it: it.model.layers[1].mlp.up_proj.weight.data.mul_(2),
     "merged": lambda it: _merge(it.model.layers[1].mlp.up_proj),
-    "loaded": lambda it: it.load_state_dict({name: each * 2 for name, each in it.state_dict().items()}),
+    "loaded": lambda it: it.load_state_dict({name: weight * 2 for name, weight in it.state_dict().items()}),
     "replaced": lambda it: setattr(
         it.model.layers[1].mlp.up_proj,
         "weight",
@@ -340,9 +340,9 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
     names = [name for name, _ in original.named_parameters() if ".mlp." in name]
     often = 500  # times that weights are read in one operator, which does not let others run in between
     wanted = {name: original.get_parameter(name).detach().clone() for name in names}
-    sums = {name: each.sum() for name, each in wanted.items()}
+    sums = {name: weight.sum() for name, weight in wanted.items()}
     held = {name: model.get_parameter(name) for name in names}
-    views = {name: each.data[1:] for name, each in held.items()}
+    views = {name: weight.data[1:] for name, weight in held.items()}
 
     def compare(found: Callable[[str], torch.Tensor], right: Callable[[str], torch.Tensor]) -> Callable[[], None]:
         def look() -> None:
@@ -443,11 +443,11 @@ def test_no_compiled_code_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def calls(act: Callable[[], object]) -> int:
     """Python's, on this thread."""
-    found = 0
+    begun = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal found
-        found += event == "call"
+        nonlocal begun
+        begun += event == "call"
 
     gc.collect()
     gc.disable()
@@ -457,7 +457,7 @@ def calls(act: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return found
+    return begun
 
 
 @pytest.mark.parametrize("interval", [1, 2])

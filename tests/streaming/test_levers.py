@@ -41,10 +41,10 @@ def clock(tuned: Tuned) -> Clock:
 def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
     """Whose pages are always scarce, and whose link hides every copy."""
     tuned(chaos={"seldom": 2})
-    found = governors.of(devices.require())
-    monkeypatch.setattr(found.pages, "scarce", True)
-    found.link.bandwidth = 1e12
-    yield found
+    ours = governors.of(devices.require())
+    monkeypatch.setattr(ours.pages, "scarce", True)
+    ours.link.bandwidth = 1e12
+    yield ours
     devices.require().check()
 
 
@@ -149,7 +149,10 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, clock: Clock) 
     with ballonet.manage(idle) as other:
         say(idle)
         governor.link.bandwidth = 2.0**50  # on the test's clock an iteration takes a few microseconds
-        assert sum(each.pages for each in governor.reclaim.candidates() if each.rung is Rung.HIDDEN_WEIGHTS) > 2
+        assert (
+            sum(candidate.pages for candidate in governor.reclaim.candidates() if candidate.rung is Rung.HIDDEN_WEIGHTS)
+            > 2
+        )
 
 
 def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
@@ -161,10 +164,10 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
         clock.now += 4
         ids = IDS[:, :8] if cache is None else IDS[:, HELD : HELD + 1]
         with torch.no_grad():
-            found: torch.Tensor = of(ids, past_key_values=cache, use_cache=cache is not None).logits
+            scores: torch.Tensor = of(ids, past_key_values=cache, use_cache=cache is not None).logits
         if cache is not None:
             cache.crop(HELD - cache.get_seq_length())
-        return found
+        return scores
 
     def filled(cache: Any) -> Any:
         with torch.no_grad():
@@ -175,7 +178,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
         """Pages so far."""
         counts = devices.of().events.counts()
         them = [counts[rung] for rung in rungs if rung in counts]
-        return sum(each[verb].pages for each in them for verb in verbs if verb in each)
+        return sum(events[verb].pages for events in them for verb in verbs if verb in events)
 
     with install.stock():
         idle = copy.deepcopy(larger)
@@ -194,7 +197,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
             logits(model, cache)
             resident = (active.report().pages, other.report().pages)
             for cycle in range(CYCLES):
-                before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
+                before = [moved(lever, *verbs) for lever in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
                 candidates = governor.reclaim.candidates()
                 with full(but=2):
                     torch.empty(sum(candidate.pages for candidate in candidates) * PAGE, dtype=torch.uint8)
@@ -204,37 +207,37 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
                 for _ in range(4):
                     assert torch.equal(logits(idle), expected[1])
                     assert torch.equal(logits(model, cache), expected[2])
-                after = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
+                after = [moved(lever, *verbs) for lever in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
                 pulled, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
                 assert pulled == back == gone, cycle
                 assert kv_pulled == kv_back, cycle
                 assert (active.report().pages, other.report().pages) == resident, cycle
                 device.trim()
                 device.reap(wait=True)
-                found = device.snapshot()["pages"]
+                pages = device.snapshot()["pages"]
                 taken.add((gone, kv_pulled))
-                owners.add(tuple(found[owner] for owner in ("weights", "kv", "retiring")))
+                owners.add(tuple(pages[owner] for owner in ("weights", "kv", "retiring")))
                 device.check()
     finally:
         gc.unfreeze()
-    assert min(min(each) for each in taken) > 0
+    assert min(min(sizes) for sizes in taken) > 0
     assert len(owners) == 1, owners
 
 
 def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
     with install.stock():
         them: list[tuple[Any, Output]] = [(model, say(model)), (copy.deepcopy(larger), say(larger))]
-    managed = [testing.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
-    for each, _ in them:
-        say(each)
+    managed = [testing.manage(network, chaos=seed) for seed, (network, _) in enumerate(them)]
+    for network, _ in them:
+        say(network)
     for _ in range(4):
-        for each, expected in them:
-            assert say(each).agrees(expected)
+        for network, expected in them:
+            assert say(network).agrees(expected)
         assert bytes_that_exist() <= BUDGET
     pulled: dict[tuple[str, str], int] = {}
-    for each in managed:
-        assert chaos_of(each) is not None
-        for name, pages in chaos_of(each).pulled.items():
+    for network in managed:
+        assert chaos_of(network) is not None
+        for name, pages in chaos_of(network).pulled.items():
             pulled[name] = pulled.get(name, 0) + pages
     for name in (
         ("hidden weights", "pull"),
@@ -244,8 +247,8 @@ def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
         ("running KV", "pull"),
     ):
         assert pulled.get(name, 0) > 0, pulled
-    for each in managed:
-        each.release()
+    for network in managed:
+        network.release()
 
 
 def test_a_link_that_matters_is_measured(model: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,11 +68,11 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 
 
 def _on_a_thread(act: Callable[[], object]) -> object:
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(act()))
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(act()))
     thread.start()
     thread.join(600)
-    return found
+    return results
 
 
 @pytest.mark.counts
@@ -108,8 +108,8 @@ def test_a_look_that_the_host_has_no_page_for_is_out_of_memory(loaded: Any, orig
             with pytest.raises(torch.OutOfMemoryError, match="host"):
                 LOOKS[look](loaded)
             assert say(loaded).agrees(stock)
-        for each in taken:
-            each.close()
+        for held in taken:
+            held.close()
         assert tensors(loaded) == tensors(original)
 
 
@@ -132,12 +132,12 @@ def test_every_way_from_one_plan_to_another(
 ) -> None:
     it = request.getfixturevalue(backing)
     with ballonet.manage(it) as managed:
-        found = list(plans(managed))
-        for plan in [*found, *reversed(found), found[7], found[2], found[9], found[0]]:
+        all_plans = list(plans(managed))
+        for plan in [*all_plans, *reversed(all_plans), all_plans[7], all_plans[2], all_plans[9], all_plans[0]]:
             change(managed, plan)
             assert managed.report().streamed == plan.streamed
             assert managed.report().pages <= plan.device_pages + sum(
-                each.backed for each in managed._weights.ranges.get(None, ())
+                range_.backed for range_ in managed._weights.ranges.get(None, ())
             )
             assert say(it).agrees(stock)
             devices.require().check()

@@ -131,7 +131,7 @@ def test_threads_take_turns_and_two_models_alternate(model: Any, original: Any, 
     with streamed(model, 3, 2, monkeypatch), streamed(second, 4, 2, monkeypatch, chaos=3):
         with ThreadPoolExecutor(3) as threads:
             outputs = [*threads.map(lambda which: [say(which) for _ in range(2)], (model, second, model))]
-        assert all(each.agrees(stock) for both in outputs for each in both)
+        assert all(output.agrees(stock) for both in outputs for output in both)
         devices.require().check()
 
 

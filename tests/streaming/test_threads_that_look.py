@@ -26,8 +26,8 @@ pytestmark = pytest.mark.chaos
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(INPUTS["input_ids"]).logits
-    return found
+        scores: torch.Tensor = model(INPUTS["input_ids"]).logits
+    return scores
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ class Recorder:
 
     @property
     def held(self) -> list[tuple[str, int]]:
-        found: list[tuple[str, int]] = self._mine.__dict__.setdefault("held", [])
-        return found
+        locks: list[tuple[str, int]] = self._mine.__dict__.setdefault("held", [])
+        return locks
 
     def waits(self, name: str, key: int) -> None:
         if (name, key) not in self.held:
@@ -116,10 +116,10 @@ class Recorded:
     def acquire(self, blocking: bool = True) -> bool:
         if blocking:
             self._recorder.waits(*self._me)
-        found: bool = self._inner.acquire(blocking)
-        if found:
+        acquired: bool = self._inner.acquire(blocking)
+        if acquired:
             self._recorder.held.append(self._me)
-        return found
+        return acquired
 
     def release(self) -> None:
         self._recorder.held.remove(self._me)
@@ -140,10 +140,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     def recorded_take(self: Turns, turn: Turn) -> bool:
         it.waits("turn", id(self))
-        found = take(self, turn)
-        if found:
+        taken = take(self, turn)
+        if taken:
             it.held.append(("turn", id(self)))
-        return found
+        return taken
 
     def recorded_end(self: Turns, turn: Turn) -> None:
         while ("turn", id(self)) in it.held:

@@ -67,8 +67,8 @@ def of_its_layer(model: Any, name: str, _: object) -> torch.Tensor:
     """What its layer makes of some states."""
     states = torch.ones(1, 1, model.config.hidden_size)
     layer = model.get_submodule(name.partition(".mlp")[0])
-    found = layer(states, position_embeddings=model.model.rotary_emb(states, torch.arange(1)[None]))
-    return found[0] if isinstance(found, tuple) else found
+    output = layer(states, position_embeddings=model.model.rotary_emb(states, torch.arange(1)[None]))
+    return output[0] if isinstance(output, tuple) else output
 
 
 def memory(model: Any, name: str, _: object) -> tuple[Any, ...]:
@@ -100,8 +100,8 @@ MOMENTS = ("between forwards", "before the layers", *LAYERS, "on a thread", "aft
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(IDS).logits
-    return found
+    scores: torch.Tensor = model(IDS).logits
+    return scores
 
 
 def looked_at(model: Any, managed: ballonet.Managed, moment: str, look: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ def check_looks(
         kept.extend(look(model, name, references.get(name)) for name in names)
 
     def values(found: list[Any]) -> list[bytes]:
-        return [bits(torch.empty(0).set_(*each) if isinstance(each, tuple) else each) for each in found]
+        return [bits(torch.empty(0).set_(*tensor) if isinstance(tensor, tuple) else tensor) for tensor in found]
 
     hooks = [
         module.register_forward_hook(lambda *_: later.append(values(kept)) if kept else None)
@@ -144,19 +144,19 @@ def check_looks(
         with install.stock(), torch.no_grad():
             expected = values([look(original, name, original.get_parameter(name)) for name in names])
         looked_at(model, managed, moment, partial(keep, look))
-        assert all(each == expected for each in (values(kept), *later))
+        assert all(seen == expected for seen in (values(kept), *later))
         for factor, right in ((2, doubled), (0.5, stock)) if how in SHOWN else ():
-            for each in kept:
-                each.detach().mul_(factor)
+            for tensor in kept:
+                tensor.detach().mul_(factor)
             for _ in range(2):
                 assert torch.equal(logits(model), right)
             assert (values(kept) == expected) == (right is stock)
         later.clear()
         for _ in range(2):
             assert torch.equal(logits(model), stock)
-        assert all(each == expected for each in (values(kept), *later))
-        for each in (kept, references, later):
-            each.clear()
+        assert all(seen == expected for seen in (values(kept), *later))
+        for group in (kept, references, later):
+            group.clear()
     for hook in hooks:
         hook.remove()
 
@@ -299,15 +299,15 @@ def test_a_graph_that_another_thread_goes_back_through(model: Any, original: Any
 
     expected = backward(original, original(IDS, labels=IDS).loss)
     loss = model(IDS, labels=IDS).loss
-    found: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
 
     def act(*_: object) -> None:
-        if not found:
-            found.append(elsewhere(lambda: backward(model, loss)))
+        if not gradients:
+            gradients.append(elsewhere(lambda: backward(model, loss)))
 
     with model.model.norm.register_forward_hook(act):
         say(model)
-    assert torch.equal(found[0], expected)
+    assert torch.equal(gradients[0], expected)
 
 
 def test_a_weight_that_is_given_other_memory_is_read_there(

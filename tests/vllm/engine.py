@@ -73,8 +73,8 @@ def main(model: str, answers: str, text: str) -> None:
             import ballonet
 
             ballonet.set_budget(changes[wave])
-        found = engine.generate([{"prompt_token_ids": each} for each in waves[wave]], sampling, use_tqdm=False)
-        said.append([list(each.outputs[0].token_ids) for each in found])
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in waves[wave]], sampling, use_tqdm=False)
+        said.append([list(output.outputs[0].token_ids) for output in outputs])
         pages.append(held() if options is not None else {})
         if ours["led"]:
             print("done", flush=True)
@@ -122,8 +122,8 @@ def held() -> dict[str, int]:
     """Pages of KV now, and the most that there were of all owners."""
     from ballonet.allocator import devices
 
-    found = devices.require().snapshot()
-    return {"kv": found["pages"]["kv"], "peak": found["physical_peak"] // found["page_size"]}
+    snapshot = devices.require().snapshot()
+    return {"kv": snapshot["pages"]["kv"], "peak": snapshot["physical_peak"] // snapshot["page_size"]}
 
 
 def fail(calls: int) -> None:

@@ -36,8 +36,8 @@ def asked(model: Path, folder: Path, options: dict[str, Any] | None) -> dict[str
 
 def answered(folder: Path) -> dict[str, Any]:
     """What an engine that has ended wrote to the folder."""
-    found: dict[str, Any] = json.loads((folder / "answers.json").read_text())
-    return found
+    answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
+    return answers
 
 
 def budget(*arguments: object) -> Any:

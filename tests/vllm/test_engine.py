@@ -12,34 +12,34 @@ pytestmark = NEEDS_VLLM
 
 
 def test_pages_follow_the_load(model: Path, stock: Any, tmp_path: Path) -> None:
-    found = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE})
-    assert found["said"] == stock
-    kv = [each["kv"] for each in found["pages"]]
-    assert max(kv) < found["pages"][-1]["peak"] <= 16 * MIB // PAGE  # the reservation is 1 GiB
+    answer = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE})
+    assert answer["said"] == stock
+    kv = [pages["kv"] for pages in answer["pages"]]
+    assert max(kv) < answer["pages"][-1]["peak"] <= 16 * MIB // PAGE  # the reservation is 1 GiB
 
 
 def test_a_small_budget_preempts(model: Path, stock: Any, tmp_path: Path) -> None:
-    found = asked(model, tmp_path, {"budget": "2MiB", "page_size": PAGE})
-    assert found["said"] == stock
-    assert found["pages"][-1]["peak"] <= 2 * MIB // PAGE
+    answer = asked(model, tmp_path, {"budget": "2MiB", "page_size": PAGE})
+    assert answer["said"] == stock
+    assert answer["pages"][-1]["peak"] <= 2 * MIB // PAGE
 
 
 def test_the_budget_changes_under_the_engine(model: Path, stock: Any, tmp_path: Path) -> None:
     """From one wave of requests to the next: KV that is kept goes where it has to."""
-    found = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "changes": [(1, 2 * MIB), (2, 16 * MIB)]})
-    assert found["said"] == stock
-    assert found["pages"][1]["kv"] <= 2 * MIB // PAGE < found["pages"][2]["peak"]
+    answer = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "changes": [(1, 2 * MIB), (2, 16 * MIB)]})
+    assert answer["said"] == stock
+    assert answer["pages"][1]["kv"] <= 2 * MIB // PAGE < answer["pages"][2]["peak"]
 
 
 def test_no_page_leaves_in_the_middle_of_a_forward(model: Path, stock: Any, tmp_path: Path) -> None:
-    found = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "squeeze": 2 * MIB})
-    assert found["refused"] == [True]
-    assert found["said"] == stock
+    answer = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "squeeze": 2 * MIB})
+    assert answer["refused"] == [True]
+    assert answer["said"] == stock
 
 
 def test_a_map_that_fails_only_preempts(model: Path, stock: Any, tmp_path: Path) -> None:
-    found = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "fail": 8})
-    assert found["said"] == stock
+    answer = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "fail": 8})
+    assert answer["said"] == stock
 
 
 def test_an_option_that_is_none_is_refused(model: Path, tmp_path: Path) -> None:

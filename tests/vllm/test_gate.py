@@ -47,8 +47,8 @@ class Pool:
         self.free_block_queue = Queue(self.blocks[1:])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        for each in block_ids:
-            self.blocks[each].block_hash = None
+        for block in block_ids:
+            self.blocks[block].block_hash = None
 
     def get_num_free_blocks(self) -> int:
         return len(self.free_block_queue.free)
@@ -77,14 +77,14 @@ class Engine(RuleBasedStateMachine):
     @rule()
     def work(self) -> None:
         number, wanted, closed = self.sent.popleft()
-        assert not {each.block_id for each in self.used} & set(closed), "a block in use loses its pages"
+        assert not {block.block_id for block in self.used} & set(closed), "a block in use loses its pages"
         self.backed -= set(closed)
         done = []
-        for each in wanted:
-            if each not in self.backed and len(self.backed) >= self.pages + FIRST:
+        for block in wanted:
+            if block not in self.backed and len(self.backed) >= self.pages + FIRST:
                 break
-            self.backed.add(each)
-            done.append(each)
+            self.backed.add(block)
+            done.append(block)
         self.answers.append((number, frozenset(done), self.pages + FIRST))
 
     @precondition(lambda self: self.answers)
@@ -113,8 +113,8 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def what_may_be_handed_out_has_pages(self) -> None:
-        closing = {each for _, _, closed in self.sent for each in closed}
-        reachable = {each.block_id for each in (*self.pool.free_block_queue.free, *self.used)} | {0}
+        closing = {block for _, _, closed in self.sent for block in closed}
+        reachable = {block.block_id for block in (*self.pool.free_block_queue.free, *self.used)} | {0}
         assert reachable <= self.backed - closing
 
     @invariant()
@@ -139,7 +139,7 @@ def settled(need: int, pages: int) -> Engine:
 
 def test_it_opens_what_is_needed_lowest_first() -> None:
     engine = settled(5, pages=20)
-    assert sorted(each.block_id for each in engine.pool.free_block_queue.free) == [1, 2, 3, 4, 5]
+    assert sorted(block.block_id for block in engine.pool.free_block_queue.free) == [1, 2, 3, 4, 5]
 
 
 def test_where_no_page_is_left_nothing_more_is_free() -> None:
@@ -154,13 +154,13 @@ def test_idle_it_closes_all_and_keeps_prefixes_where_told() -> None:
         assert engine.gate.gives(FIRST, cached)
         engine.schedule(0, cached)
         assert not engine.gate.gives(FIRST, cached)
-        assert sorted(each.block_id for each in engine.pool.free_block_queue.free) == left
+        assert sorted(block.block_id for block in engine.pool.free_block_queue.free) == left
 
 
 def test_a_smaller_budget_takes_prefixes_too() -> None:
     engine = settled(6, pages=20)
-    for each in engine.pool.free_block_queue.free:
-        each.block_hash = each.block_id
+    for block in engine.pool.free_block_queue.free:
+        block.block_hash = block.block_id
     engine.limit = 4
     engine.schedule(6, cached=False)
     assert engine.gate.open == 4

@@ -97,8 +97,8 @@ def serving(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def _descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for each in children for child in each.read_text().split()]
-    return found + [descendant for child in found for descendant in _descendants(child)]
+    pids = [int(child) for path in children for child in path.read_text().split()]
+    return pids + [descendant for child in pids for descendant in _descendants(child)]
 
 
 def runs(pid: int) -> bool:
@@ -132,7 +132,7 @@ def test_clients_get_the_tokens_of_stock_and_pages_follow_them(serving: Serving,
 def test_a_budget_that_is_lowered_while_clients_wait_only_slows_them(serving: Serving, stock: Any) -> None:
     asked = prompts()[0]
     with ThreadPoolExecutor(len(asked)) as threads:
-        answers = [threads.submit(serving.complete, each) for each in asked]
+        answers = [threads.submit(serving.complete, prompt) for prompt in asked]
         until(lambda: held(serving.engine) > 2 * MIB or answers[0].done(), serving)
         with Watcher([serving.engine], BUDGET) as watcher:
             assert budget(serving.engine, 2 * MIB)["budget"] == 2 * MIB

@@ -40,19 +40,19 @@ def test_they_share_one_budget(engines: tuple[Led, Led], stock: Any, capsys: pyt
     def parts(*total: int) -> dict[int, int]:
         """Bytes of each process, after the total has changed."""
         assert main(["budget", "--shared", *map(str, total), "--json"]) == 0, capsys.readouterr().err
-        (found,) = json.loads(capsys.readouterr().out)
-        return {each["pid"]: each["part"] for each in found["parts"]}
+        (row,) = json.loads(capsys.readouterr().out)
+        return {part["pid"]: part["part"] for part in row["parts"]}
 
     with Watcher([engine.pid for engine in engines], TOTAL) as watcher:
-        for each, other in (engines, engines[::-1]):
+        for engine, other in (engines, engines[::-1]):
             deadline = time.monotonic() + 120
-            while not parts()[each.pid] > TOTAL // 2 > parts()[other.pid]:
+            while not parts()[engine.pid] > TOTAL // 2 > parts()[other.pid]:
                 assert time.monotonic() < deadline, "pages follow the load"
-                each.begin(0)
-                each.end()
-            each.begin(0)
-            each.end()
-            assert watcher.most[each.pid] > TOTAL // 2, "and are used"
+                engine.begin(0)
+                engine.end()
+            engine.begin(0)
+            engine.end()
+            assert watcher.most[engine.pid] > TOTAL // 2, "and are used"
             watcher.most = dict.fromkeys(watcher.most, 0)
         wave(engines)
         assert sum(parts(LESS).values()) <= LESS

@@ -49,10 +49,10 @@ def test_together_they_stay_within_one_amount(engines: tuple[Led, Led], stock: A
         first.end()
         second.end()
         answers = [first.close(), second.close()]
-    assert [each["said"] for each in answers] == [stock, stock]
+    assert [answer["said"] for answer in answers] == [stock, stock]
     assert watcher.looks
     assert not watcher.over, f"{watcher.together} bytes together"
-    peaks = [[each["peak"] * PAGE for each in answer["pages"]] for answer in answers]
+    peaks = [[pages["peak"] * PAGE for pages in answer["pages"]] for answer in answers]
     assert SMALL < peaks[0][0] <= LARGE
     assert peaks[1][0] <= SMALL < peaks[1][1] <= LARGE  # it used what the other gave
     for pid, peak in zip(watcher.most, peaks, strict=True):

@@ -38,18 +38,18 @@ def imports(torch: Path) -> dict[str, set[tuple[str, str]]]:
     libraries = sorted((torch / "lib").glob("*.so"))
     needed = {name for path in libraries for name in re.findall(r"NEEDED\s+(\S+)", output("objdump", "-p", path))}
     sonames = {name for name in needed if NVIDIA.match(name)}
-    found: dict[str, set[tuple[str, str]]] = {name: set() for name in sonames}
+    symbols: dict[str, set[tuple[str, str]]] = {name: set() for name in sonames}
     for symbol, version in re.findall(
         r" U (\w+)(?:@(\S+))?$", output("nm", "-D", "--undefined-only", "--with-symbol-versions", *libraries), re.M
     ):
         if version in sonames:
-            found[version].add((symbol, version))
+            symbols[version].add((symbol, version))
             continue
         for name in sonames:
             prefix = PREFIXES.get(name.split(".so")[0])
             if prefix and symbol.startswith(prefix):
-                found[name].add((symbol, version))
-    return found
+                symbols[name].add((symbol, version))
+    return symbols
 
 
 def source(symbols: set[tuple[str, str]]) -> str:
@@ -93,10 +93,10 @@ def generate(torch: Path, build: Path) -> list[str]:
     """Makes the stubs; returns their names."""
     for folder in ("lib", "stubs"):
         (build / folder).mkdir(parents=True, exist_ok=True)
-    found = imports(torch)
+    symbols = imports(torch)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda item: make(*item, build), found.items()))
-    return sorted(found)
+        list(pool.map(lambda item: make(*item, build), symbols.items()))
+    return sorted(symbols)
 
 
 if __name__ == "__main__":
