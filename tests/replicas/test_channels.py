@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ class Office:
     def __init__(self) -> None:
         self.wakeup = Wakeup()
         self.replicas = ReplicaPipes(MemberAdmission("here", LINKS), self.wakeup)
+        self._left: list[Any] = []
 
     def connect(self) -> PipeToSupervisor:
         end = PipeToSupervisor(self.replicas.open(), Wakeup(), LONG, print)
@@ -64,7 +66,8 @@ class Office:
 
     def leave(self) -> None:
         """What the end of the supervisor's process does, once all is sent."""
-        for pipe in [each for each in self.replicas._open if not each.ended.is_set()]:
+        for pipe in [pipe for pipe in self.replicas._open if pipe not in self._left and not pipe.ended.is_set()]:
+            self._left.append(pipe)  # its writer ends, and takes nothing any more
             pipe.outgoing.put(None)
             eventually(pipe.outgoing.empty)
             with socket.socket(fileno=os.dup(pipe.connection.fileno())) as ending:
