@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +70,8 @@ class Office:
         for pipe in [pipe for pipe in self.replicas._open if pipe not in self._left and not pipe.ended.is_set()]:
             self._left.append(pipe)  # its writer ends, and takes nothing any more
             pipe.outgoing.put(None)
-            eventually(pipe.outgoing.empty)
-            with socket.socket(fileno=os.dup(pipe.connection.fileno())) as ending:
+            eventually(lambda pipe=pipe: pipe.outgoing.empty() or pipe.ended.is_set())  # type: ignore[misc]
+            with suppress(OSError), socket.socket(fileno=os.dup(pipe.connection.fileno())) as ending:  # closed by now
                 ending.shutdown(socket.SHUT_RDWR)
 
 
