@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ballonet.hooks.compat import cache_name
 from ballonet.hooks.pieces import runner
 from ballonet.hooks.pieces.attention import TorchListener
 from ballonet.hooks.pieces.recipe import (
@@ -59,12 +60,12 @@ def record(
     """A forward of one new token after `length` others."""
     cache = DynamicCache(config=model.config)
     ids = models.prompts(rows, max(LENGTHS))["input_ids"][:, :length]
-    model(ids, cache=cache, use_cache=True)
+    model(ids, use_cache=True, **{cache_name(model): cache})
     given = {
         "input_ids": torch.full((rows, 1), 7),
         "position_ids": torch.full((rows, 1), length),
         "attention_mask": torch.ones(rows, length + 1, dtype=torch.long),
-        "cache": cache,
+        cache_name(model): cache,
         "use_cache": True,
     } | more
     recorder = ForwardRecorder(runner.weights_by_address(model), CPU, given, cache, runner.GROWS)
@@ -109,8 +110,9 @@ def test_recorded_forward_returns_what_an_eager_one_does(llama: Any) -> None:
     cache = DynamicCache(config=llama.config)
     ids = models.prompts(2, max(LENGTHS))["input_ids"][:, :9]
     with torch.no_grad():
-        llama(ids, cache=cache)
-        expected = llama(torch.full((2, 1), 7), cache=cache, position_ids=torch.full((2, 1), 9)).logits
+        given = {cache_name(llama): cache}
+        llama(ids, **given)
+        expected = llama(torch.full((2, 1), 7), position_ids=torch.full((2, 1), 9), **given).logits
     assert torch.equal(record(llama, 9).output.logits, expected)
 
 

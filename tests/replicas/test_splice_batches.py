@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,14 +37,14 @@ class InParts:
     def __call__(self, **inputs: Any) -> Any:
         cache, given = inputs["cache"], None
         attention = self.splice.model.config._attn_implementation
-        update = cache.update
+        update, signature = cache.update, inspect.signature(cache.update)
 
         for number, span in enumerate(self.spans):
             self.splice.span = span
 
-            def noting(keys: Any, values: Any, layer_idx: int, number: int = number, **kwargs: Any) -> Any:
-                self.updated[number].add(layer_idx)
-                return update(keys, values, layer_idx, **kwargs)
+            def noting(*args: Any, number: int = number, **kwargs: Any) -> Any:
+                self.updated[number].add(signature.bind(*args, **kwargs).arguments["layer_idx"])
+                return update(*args, **kwargs)
 
             cache.update = noting
             try:
