@@ -57,9 +57,15 @@ Facts = frozenset[tuple[Any, ...]]
 def _facts_of(model: nn.Module) -> Facts:
     """The modules of a model, and where its parameters and buffers lie and what they look like."""
     modules = ((name, id(module), type(module)) for name, module in model.named_modules())
-    named = (*model.named_parameters(), *model.named_buffers())
-    tensors = ((name, value.data_ptr(), value.shape, value.stride(), value.dtype) for name, value in named)
+    tensors = ((name, *_looks(value)) for name, value in (*model.named_parameters(), *model.named_buffers()))
     return frozenset((*modules, *tensors))
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    except (RuntimeError, ValueError, NotImplementedError):  # of a lazy module, sparse, or a wrapper
+        return (id(tensor),)
 
 
 class WeightsFollower:
