@@ -18,8 +18,8 @@ from typing import Any
 from harness import Benchmark, Figure, Options, main, report
 
 from ballonet.hooks.server.arrivals import RecordedArrival, read
-from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
-from ballonet.hooks.whatif.replicas.run import POLICIES, run
+from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
+from ballonet.hooks.virtual_replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.actions import Commit
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Decision, Entry

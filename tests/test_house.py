@@ -344,7 +344,7 @@ EDGES = {  # where nobody passes a tuning, as nobody has one yet
     *("hooks/programs/facts.py", "hooks/server/page_size.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
     *(f"hooks/plan/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
-    *(f"hooks/whatif/replicas/{name}.py" for name in ("memory_policies", "pipeline")),
+    *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 
 
@@ -577,7 +577,7 @@ DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Aga
 
 # beginnings that send the reader elsewhere, or say of how many and not of what
 ELSEWHERE = re.compile(r"(See|As|All of|Both of|Within it)\b")
-STILL_ELSEWHERE = ("hooks/replicas/", "hooks/whatif/", "hooks/batching/client.py", "allocator/", "offload/")
+STILL_ELSEWHERE = ("hooks/replicas/", "hooks/virtual_replicas/", "hooks/batching/client.py", "allocator/", "offload/")
 
 
 def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:

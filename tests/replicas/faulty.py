@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
-from ballonet.hooks.whatif.replicas.fault_player import play_faults
-from ballonet.hooks.whatif.replicas.faults import PlayedFault
-from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
-from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
+from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
+from ballonet.hooks.virtual_replicas.fault_player import play_faults
+from ballonet.hooks.virtual_replicas.faults import PlayedFault
+from ballonet.hooks.virtual_replicas.fleet import VirtualFleet
+from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Action
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Decision, Entry, replayed

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
-from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
-from ballonet.hooks.whatif.replicas.memory_policies import RecomputePolicy
-from ballonet.hooks.whatif.replicas.run import POLICIES
+from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
+from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
+from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy
+from ballonet.hooks.virtual_replicas.run import POLICIES
 from ballonet.offload.policy.replicas.actions import Action, Dispatch
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Decision, Entry

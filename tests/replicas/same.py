@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.faults import Killed, NewReplica, PlayedFault
+from ballonet.hooks.virtual_replicas.faults import Killed, NewReplica, PlayedFault
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.actions import Action
 from ballonet.offload.policy.replicas.decisions import Decision, Entry

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from ballonet.hooks.whatif.replicas.faults import (
+from ballonet.hooks.virtual_replicas.faults import (
     ClientLeft,
     DamagedKV,
     FaultRefused,

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.faults import (
+from ballonet.hooks.virtual_replicas.faults import (
     ClientLeft,
     DamagedKV,
     FaultRefused,

@@ -13,8 +13,8 @@ from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.plan.machine import MachineSizes
 from ballonet.hooks.replicas.recording import read_decisions
-from ballonet.hooks.whatif.replicas.costs import of_parts, read_costs
-from ballonet.hooks.whatif.replicas.fleet import Shape
+from ballonet.hooks.virtual_replicas.costs import of_parts, read_costs
+from ballonet.hooks.virtual_replicas.fleet import Shape
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Decision, replayed
 from ballonet.offload.policy.replicas.events import Lost

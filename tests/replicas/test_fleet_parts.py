@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
-from ballonet.hooks.whatif.replicas.event_queue import EventQueue
-from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
-from ballonet.hooks.whatif.replicas.jobs import Job
-from ballonet.hooks.whatif.replicas.memory_policies import MigratePolicy, RecomputePolicy, SwapPolicy
-from ballonet.hooks.whatif.replicas.pipeline import Pipeline
-from ballonet.hooks.whatif.replicas.virtual_link import VirtualLink
+from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
+from ballonet.hooks.virtual_replicas.event_queue import EventQueue
+from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
+from ballonet.hooks.virtual_replicas.jobs import Job
+from ballonet.hooks.virtual_replicas.memory_policies import MigratePolicy, RecomputePolicy, SwapPolicy
+from ballonet.hooks.virtual_replicas.pipeline import Pipeline
+from ballonet.hooks.virtual_replicas.virtual_link import VirtualLink
 from ballonet.offload.policy.replicas.actions import Action, StartRestore
 from ballonet.offload.policy.replicas.demand import prompt_pages
 from ballonet.offload.policy.replicas.events import Event, Load

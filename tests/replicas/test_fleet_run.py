@@ -9,12 +9,12 @@ import pytest
 
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
-from ballonet.hooks.whatif.replicas.event_queue import EventQueue
-from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
-from ballonet.hooks.whatif.replicas.jobs import Job
-from ballonet.hooks.whatif.replicas.memory_policies import RecomputePolicy
-from ballonet.hooks.whatif.replicas.run import POLICIES, run
+from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
+from ballonet.hooks.virtual_replicas.event_queue import EventQueue
+from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
+from ballonet.hooks.virtual_replicas.jobs import Job
+from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy
+from ballonet.hooks.virtual_replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Entry

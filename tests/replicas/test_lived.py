@@ -15,10 +15,10 @@ import pytest
 
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.replicas.supervisor import FleetState
-from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
-from ballonet.hooks.whatif.replicas.fault_player import play_faults
-from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
-from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
+from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
+from ballonet.hooks.virtual_replicas.fault_player import play_faults
+from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
+from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Commit, Prepare
 from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, replayed
 from ballonet.offload.policy.replicas.events import Arrived, Joined

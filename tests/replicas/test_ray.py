@@ -194,7 +194,7 @@ def test_without_the_token_nobody_comes_in(cluster: Cluster, token: str, why: st
     assert why in found.stderr
 
 
-def test_nothing_is_left_of_a_killed_server_and_its_ray(tmp_path: Path) -> None:
+def test_killed_server_leaves_no_process_of_its_ray(tmp_path: Path) -> None:
     server = OnRay(tmp_path, 2)
     asked = drawn(4)
     try:

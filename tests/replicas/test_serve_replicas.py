@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.hooks.whatif.replicas.costs import read_costs
+from ballonet.hooks.virtual_replicas.costs import read_costs
 
 from .fleet import Stock, drawn
 from .program import Program, wait_gone

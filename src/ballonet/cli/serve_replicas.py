@@ -144,7 +144,7 @@ def _cost(path: Path | None) -> ChunkCost | None:
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"--costs is {path}, which is in no folder: make the folder first")
         return None
-    from ..hooks.whatif.replicas.costs import read_costs
+    from ..hooks.virtual_replicas.costs import read_costs
 
     return read_costs(path)[0]
 

@@ -97,9 +97,9 @@ def _replicas(args: argparse.Namespace) -> None:
     """Several replicas of one model, by policy."""
     try:
         from ..hooks.replicas.recording import DecisionFile
-        from ..hooks.whatif.replicas.faults import check_faults, read_faults
-        from ..hooks.whatif.replicas.fleet import Shape, VirtualFleet
-        from ..hooks.whatif.replicas.run import POLICIES, checked, run
+        from ..hooks.virtual_replicas.faults import check_faults, read_faults
+        from ..hooks.virtual_replicas.fleet import Shape, VirtualFleet
+        from ..hooks.virtual_replicas.run import POLICIES, checked, run
     except ModuleNotFoundError as error:
         raise ManageError(f"replicas need {error.name}: pip install 'ballonet[replicas]'") from error
 
@@ -142,7 +142,7 @@ def _ignore(entry: object) -> None:
 
 def _chunk_cost(args: argparse.Namespace, arrivals: Any) -> Any:
     """What chunks take: from its file, or made of what was measured."""
-    from ..hooks.whatif.replicas.costs import of_parts, read_costs
+    from ..hooks.virtual_replicas.costs import of_parts, read_costs
 
     path = None if args.costs is None else args.costs[0]
     if path is None or not path.exists():

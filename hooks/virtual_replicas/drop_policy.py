@@ -17,12 +17,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas import actions
-from ....offload.policy.replicas.actions import Action
-from ....offload.policy.replicas.decisions import Setup, decide
-from ....offload.policy.replicas.demand import KVSize, prompt_pages
-from ....offload.policy.replicas.events import Event, Finished, Load, Tick
-from ....offload.policy.replicas.groups import alone
+from ...offload.policy.replicas import actions
+from ...offload.policy.replicas.actions import Action
+from ...offload.policy.replicas.decisions import Setup, decide
+from ...offload.policy.replicas.demand import KVSize, prompt_pages
+from ...offload.policy.replicas.events import Event, Finished, Load, Tick
+from ...offload.policy.replicas.groups import alone
 from .active_groups import ActiveGroups
 from .epoch_changes import EpochChanges
 from .jobs import Job

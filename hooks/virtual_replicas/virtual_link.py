@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ....offload.policy.replicas.link_order import LinkOrder
+from ...offload.policy.replicas.link_order import LinkOrder
 from .event_queue import EventQueue
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.events import Reason
-from ....offload.policy.replicas.restore_plan import Pull
+from ...offload.policy.replicas.events import Reason
+from ...offload.policy.replicas.restore_plan import Pull
 from .process_states import ProcessStates
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.demand import group_tokens, kv_pages
-from ....offload.policy.replicas.dispatch import Members
-from ....offload.policy.replicas.events import Committed
-from ....offload.policy.replicas.groups import Group
+from ...offload.policy.replicas.demand import group_tokens, kv_pages
+from ...offload.policy.replicas.dispatch import Members
+from ...offload.policy.replicas.events import Committed
+from ...offload.policy.replicas.groups import Group
 from .jobs import Job
 from .pipeline import Pipeline
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
-from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.microbatches import ChunkSize, fill
-from ....offload.policy.tuning import DEFAULT
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.microbatches import ChunkSize, fill
+from ...offload.policy.tuning import DEFAULT
 from .event_queue import EventQueue
 from .fleet import VirtualFleet
 from .jobs import Job

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.actions import Prepare, StartRestore
-from ....offload.policy.replicas.demand import group_tokens
-from ....offload.policy.replicas.events import Prepared, PrepareFailed, PullFailed, Reason, Restored
-from ....offload.policy.replicas.groups import Group
+from ...offload.policy.replicas.actions import Prepare, StartRestore
+from ...offload.policy.replicas.demand import group_tokens
+from ...offload.policy.replicas.events import Prepared, PrepareFailed, PullFailed, Reason, Restored
+from ...offload.policy.replicas.groups import Group
 from .pipeline import Pipeline
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.dispatch import Members
-from ....offload.policy.replicas.events import Arrived, Left
+from ...offload.policy.replicas.dispatch import Members
+from ...offload.policy.replicas.events import Arrived, Left
 from .jobs import Job
 from .pipeline import Pipeline
 

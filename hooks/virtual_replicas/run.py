@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from ....allocator.errors import ManageError
-from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.decisions import Note
-from ....offload.policy.tuning import DEFAULT, Replicas
-from ...server.arrivals import RecordedArrival
-from ...server.load import summary
+from ...allocator.errors import ManageError
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.decisions import Note
+from ...offload.policy.tuning import DEFAULT, Replicas
+from ..server.arrivals import RecordedArrival
+from ..server.load import summary
 from .drop_policy import DropPolicy
 from .fault_player import play_faults
 from .faults import PlayedFault

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.dispatch import Dispatcher
-from ....offload.policy.replicas.link_order import shares
-from ....offload.policy.tuning import DEFAULT
+from ...offload.policy.replicas.dispatch import Dispatcher
+from ...offload.policy.replicas.link_order import shares
+from ...offload.policy.tuning import DEFAULT
 from .jobs import Job
 from .pipeline import Pipeline
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.decisions import Note
-from ....offload.policy.replicas.dispatch import Members
-from ....offload.policy.tuning import DEFAULT, Replicas
-from ...server.arrivals import RecordedArrival
-from ...server.load import Answered
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.decisions import Note
+from ...offload.policy.replicas.dispatch import Members
+from ...offload.policy.tuning import DEFAULT, Replicas
+from ..server.arrivals import RecordedArrival
+from ..server.load import Answered
 from .event_queue import EventQueue
 from .fleet import VirtualFleet
 from .jobs import Job

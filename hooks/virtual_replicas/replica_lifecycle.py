@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ....offload.policy.replicas.events import Joined, Load, Lost
+from ...offload.policy.replicas.events import Joined, Load, Lost
 
 if TYPE_CHECKING:
     from .drop_policy import DropPolicy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...server.arrivals import RecordedArrival
-from ...server.load import Answered
+from ..server.arrivals import RecordedArrival
+from ..server.load import Answered
 
 
 @dataclass(eq=False, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....allocator.errors import ManageError
-from ....allocator.units import format_size
-from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.link_order import part_bytes
-from ...plan.machine import MachineSizes
+from ...allocator.errors import ManageError
+from ...allocator.units import format_size
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.link_order import part_bytes
+from ..plan.machine import MachineSizes
 
 
 @dataclass(frozen=True, slots=True)

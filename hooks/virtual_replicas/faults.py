@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ....allocator.errors import ManageError, TraceError
-from ....offload.policy.replicas.events import Reason
+from ...allocator.errors import ManageError, TraceError
+from ...offload.policy.replicas.events import Reason
 
 
 @dataclass(frozen=True, slots=True)

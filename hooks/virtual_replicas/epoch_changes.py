@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.events import Damaged, Exchanged, Suspected
-from ....offload.policy.replicas.groups import Group, Span
+from ...offload.policy.replicas.events import Damaged, Exchanged, Suspected
+from ...offload.policy.replicas.groups import Group, Span
 from .epoch_preparation import EpochPreparation, members_of, pipes_of
 from .jobs import Job
 from .pipeline import Pipeline
