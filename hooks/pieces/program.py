@@ -253,7 +253,7 @@ class Program:
     def run(self, forward: Forward) -> None:
         """Computes a forward. BrokenOff where it has to be computed on eagerly; also what eager calls raise."""
         place, acting = 0, False
-        try:
+        try:  # the same loop as a layer's: one function for both would be a call more per layer and token
             if any(layer in forward.away for layer in self._never_alone):
                 raise Stale("a layer is away that cannot run on its own")
             for name, copied in self._inputs:

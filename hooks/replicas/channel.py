@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -107,7 +108,7 @@ class Wakeup:
                     self._condition.wait(left)
 
 
-class ToSupervisor:
+class ToSupervisor(ABC):
     """A replica's end, a SupervisorChannel; implementations add `post` and `close`, and call `arrive` and `lose` on
     threads of theirs. All else is for one thread. `wakeup`: notified when a message comes, and when the supervisor is
     lost; `serving`: set once the replica serves."""
@@ -153,13 +154,13 @@ class ToSupervisor:
             self.take()
         return any(isinstance(message, kinds) for message in tuple(self._received))
 
+    @abstractmethod
     def post(self, *messages: Message) -> None:
         """Sends messages to the supervisor. SupervisorLost."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Ends the connection once the supervisor has everything that was posted. Idempotent."""
-        raise NotImplementedError
 
     def arrive(self, messages: Sequence[Message]) -> None:
         """Takes in messages, in order."""

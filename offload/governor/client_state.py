@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,7 +21,7 @@ FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode":
 
 
 @dataclass(slots=True, eq=False)
-class ClientState:
+class ClientState(ABC):
     """`number`: never used again. `activity`: of its iterations. `taken`: layers or offers that the core took, and the
     client does not know of yet. `used`: when it was in use last, as known at the last query; `waking`: it was idle
     until its present iteration, a model until it decodes."""
@@ -45,9 +46,9 @@ class ClientState:
         """Until when requests need the client; see ModelClient.wanted_until."""
         return None
 
+    @abstractmethod
     def client(self) -> Client | None:
         """The client; None where it was collected."""
-        raise NotImplementedError
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         """Returns the client's entry for `Device.publish`; see Client.entry."""

@@ -233,6 +233,9 @@ def test_replica_that_joins_as_its_supervisor_is_started_again_joins_the_new_one
             asked.extend(messages)
             self.arrive([SupervisorRestarted() if len(asked) == 1 else Welcome(3, "there", LINKS)])
 
+        def close(self) -> None:
+            """Nothing is open."""
+
     assert Restarting(Wakeup(), LONG).join(SERVED, [Request("a", (1,), 1)]) == Welcome(3, "there", LINKS)
     assert asked == [Join(SERVED, (Request("a", (1,), 1),))] * 2
 
