@@ -23,6 +23,15 @@ Note [Written between two passes]
     pass, the slot equals the layer. Where there are, or may be, the layer is copied again when the pass begins. A view
     that outlives its call may write to its layer through memory of its own: while there is one, each layer is copied
     again.
+
+Note [Why a layer's own addresses do not lead to its slot]
+    Layers of one slot could share its pages by aliasing, the layer's call would read its own parameters, and all other
+    code would be given views of the backing. That was built and held against tests/streaming/test_who_looks.py. What is
+    asked of modules is right then, and so is what is written to it. But who holds a parameter itself, as an optimizer
+    does, or a hook that collects weights in the layer's call, reads another layer's bytes later, and no count of
+    references can tell; memory that is given to a parameter (`weight.data = ...`) reaches a view only; and after Ctrl-C
+    nothing says that the call has ended, so frames would have to be looked at all the same. A slot's addresses are
+    fixed as well: a graph of a streamed layer would need no more than to be captured over its slot.
 """
 
 from __future__ import annotations

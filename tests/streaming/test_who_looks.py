@@ -172,6 +172,19 @@ def test_whatever_is_seen_of_a_weight_is_the_weight(
     devices.require().check()
 
 
+@torch.no_grad()
+def test_parameters_held_since_before_layers_streamed_show_their_weights(
+    model: Any, original: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an optimizer holds them: bound.py, Note [Why a layer's own addresses do not lead to its slot]."""
+    held = list(model.parameters())
+    with install.stock():
+        weights = [bits(weight) for weight in original.parameters()]
+    with streamed(model, 3, 2, monkeypatch) as managed:
+        fly(model, managed)
+        assert [bits(weight) for weight in held] == weights
+
+
 def test_memory_that_a_weight_had_before(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """What averages of weights do: data is exchanged, and put back later. Or the weight itself is replaced."""
     weight = projection(model, managed).weight
