@@ -77,11 +77,11 @@ class Office:
 
 @pytest.fixture
 def office() -> Iterator[Office]:
-    before = threading.active_count()
-    found = Office()
-    yield found
-    found.leave()
-    eventually(lambda: threading.active_count() == before)
+    before = {*threading.enumerate()}  # those of a test before may be ending yet
+    opened = Office()
+    yield opened
+    opened.leave()
+    eventually(lambda: before.issuperset(threading.enumerate()))
 
 
 def eventually(true: Callable[[], object]) -> None:
