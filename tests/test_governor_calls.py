@@ -11,9 +11,8 @@ import pytest
 
 from ballonet.offload.governor import governor as governor_module
 from ballonet.offload.governor import overview
+from ballonet.offload.governor.device_view import DevicePages, Traffic, sent
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.pages import DevicePages
-from ballonet.offload.governor.traffic import Traffic, sent
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.tuning import DEFAULT

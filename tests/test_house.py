@@ -102,7 +102,7 @@ FACTS = {
     "allocator/preflight/run.py": {"SAID"},
     "allocator/preflight/torch_probes.py": {"PAGES"},
     "allocator/replay.py": {"_ALLOC", "_FREE", "_LARGEST", "_WORD"},
-    "offload/governor/kv_offers.py": {"_FIRST_SLICE"},
+    "offload/governor/kv_client.py": {"_FIRST_SLICE"},
     "offload/governor/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
@@ -110,9 +110,8 @@ FACTS = {
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/record/record.py": {"FORMAT"},
     "offload/residency/kv_slots.py": {"_TAKEN"},
-    "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
-    "offload/residency/safetensors.py": {"LONGEST_HEADER"},
-    "offload/residency/weights_file.py": {"TICK"},
+    "offload/residency/prefix_files.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
+    "offload/residency/weights_file.py": {"LONGEST_HEADER", "TICK"},
     "hooks/device/marks.py": {"_RELAXED"},
     "hooks/kv/prefill.py": {"_ALIGNMENT"},
     "hooks/memory_snapshot.py": {"PROTOCOL"},
@@ -444,11 +443,10 @@ PROCESS = {
     "hooks/splice/proof.py": {"_known": "what was proven of a class of models, which no model changes"},
     "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},
     "hooks/weights/follow.py": {"_followers": "torch's hooks on registrations are of all modules"},
-    "offload/governor/situation.py": {"_kept": _NUMBERS, "_meeting": _NUMBERS},
+    "offload/governor/decision.py": {"_kept": _NUMBERS, "_meeting": _NUMBERS},
     "offload/policy/coordinator.py": {"_valid_anywhere": _NUMBERS},
     "offload/policy/plan.py": {"_fewest": _NUMBERS},
-    "offload/policy/layer_order.py": {"_least": _NUMBERS, "nested": _NUMBERS},
-    "offload/policy/remap.py": {"cap": _NUMBERS},
+    "offload/policy/remap.py": {"_least": _NUMBERS, "cap": _NUMBERS, "nested": _NUMBERS},
     "offload/policy/replicas/spans.py": {"_cut": _NUMBERS},
     "offload/record/link.py": {"_gpu": "NVML is opened once, and stays open; by the name of the GPU"},
 }

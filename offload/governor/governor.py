@@ -45,19 +45,14 @@ from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .activity import StreamMarks
-from .change import ModelChange
+from .candidates import restored_on_use
 from .client import ModelClient, PageClient
-from .client_state import ModelState
-from .decision import StreamDecision, decide, faster
+from .clients import ModelState
+from .decision import Lendable, StreamDecision, admit, decide, faster
+from .device_view import DeviceView
 from .kv_read_plan import Streamed
-from .ladder_pulls import LadderPulls
 from .overview import Overview
-from .published import DeviceView
-from .reclaim_list import ReclaimList
-from .repayment import Repayment
-from .restore import restored_on_use
-from .sharing import admit
-from .situation import Lendable
+from .reclaim import LadderPulls, ModelChange, ReclaimList, Repayment
 
 
 class Standing(NamedTuple):
@@ -225,7 +220,7 @@ class Governor:
 
     def add_client(self, client: PageClient) -> int:
         """Adds a page client until it is collected, and returns its number. Called on the thread that uses it first;
-        see client_table.py, Note [Whose pages]."""
+        see clients.py, Note [Whose pages]."""
         with self._known.lock:
             number = self._known.clients.add_paged(client)
         Finalizer(client, partial(self.remove_client, number))

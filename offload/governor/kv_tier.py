@@ -12,21 +12,17 @@ from collections.abc import Sequence
 from threading import Lock
 
 from ...allocator._native import Device, Group, Transfer
-from ..policy.ahead import ahead, window
-from ..policy.peer import mean_seconds
+from ..policy.kv_pages import ahead, mean_seconds, scarce, window, worth_telling
 from ..policy.reclaim_order import Rung
-from ..policy.shortage import scarce, worth_telling
-from ..residency.kv_extent import KVExtent
-from ..residency.kv_extents import KVExtents
-from .governor_api import GovernorApi
-from .kv_client import KVClient
-from .kv_turns import KVTurns
+from ..residency.kv_extent import KVExtent, KVExtents
+from .governor import Governor
+from .kv_client import KVClient, KVTurns
 
 
 class KVTier:
     """The pages of one cache in use. Refers to its ranges weakly."""
 
-    def __init__(self, device: Device, group: Group, governor: GovernorApi, model_name: str = "") -> None:
+    def __init__(self, device: Device, group: Group, governor: Governor, model_name: str = "") -> None:
         """`group`: of all its ranges; `model_name`: of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
         self.last_wait_succeeded = True  # did others give what they lease when they were waited for last?

@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
-from .kv_extent import KVExtent
-from .kv_places import by_place
+from .kv_extent import KVExtent, by_place
+from .pieces import PieceEvent
 from .slots import Copies, Filler, Slot, open_pages
-from .states import PieceEvent
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
