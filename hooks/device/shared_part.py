@@ -28,9 +28,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ...allocator._native import Device
-from ...allocator.budget import change_budget
 from ...allocator.defaults import CONTROL_GRACE, SMALLEST_BUDGET
-from ...allocator.devices import Runtime
+from ...allocator.devices import Runtime, change_budget
 from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
 from ...allocator.shared_ledger import SharedLedger, SharedParts
 from ...allocator.units import format_size

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-from ...allocator.display import table
-from ...allocator.units import format_size, format_time
+from ...allocator.units import format_size, format_time, table
 from ...offload.governor.kv_read_plan import Streamed
 from ...offload.policy.kv_pages import Way
 from ...offload.policy.lending import Lent

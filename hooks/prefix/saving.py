@@ -34,8 +34,8 @@ import torch
 from torch import nn
 
 from ...allocator._native import Device
-from ...allocator.display import steps
 from ...allocator.errors import BallonetError, PoolExhausted
+from ...allocator.units import steps
 from ...offload.governor.governor import Governor
 from ...offload.policy.prefixes import Reading, reading
 from ...offload.record.record import Record
