@@ -5,7 +5,7 @@ cannot be compiled, torch's pluggable allocator calls functions of the core: it 
 for, and keeps no statistics. Then the functions that ask for these are replaced (`TorchStatistics`), so that every
 public one works, under `torch.cuda`, `torch.cuda.memory` and `torch.accelerator`, also where it was imported by name
 before. `torch.cuda.mem_get_info` asks the driver and is replaced in both cases: memory is free only as far as the
-budget allows. The numbers are the core's (device_stats.cpp defines them).
+budget allows. The numbers are the core's (device.cpp defines them).
 
 After CUDA was used, as in a notebook where a cell has run before, torch's allocator cannot be changed. But the source
 of a `torch.cuda.MemPool`'s segments can be set, and a thread made to allocate from one (`MemPoolRoute`).

@@ -178,18 +178,6 @@ class KVSaving:
         if not self._lock.locked():  # as in write_behind
             if_free(self._behind, partial(self._demote, pages))
 
-    def demote_one(self, extent: KVExtent, piece: int, stream: int) -> bool:
-        """Moves this page from the peer to the host, if it lies there and can go now. DriverError."""
-        with self._lock:
-            ready, copies = extent.demote([cold for cold in coldest(extent) if cold == piece])
-            if not ready:
-                return False
-            done = self._transfer.copy(copies, after=stream, owner="kv", to="host")
-            extent.backing.demoting(ready, done)
-            done.wait()
-            extent.mover.saving.saved()
-            return extent.backing.pages.leads_to(piece) == "host"
-
     def _write_behind(self, pages: int) -> None:
         with self._lock:
             settled = self._extents.saved()

@@ -16,7 +16,7 @@ Note [Its own tail]
 
 Note [Taken]
     An allocation in the middle of an operator takes pages of slots too, as the host has the bytes: the core leads all
-    addresses that lead to a page to their host copies, at once (takeable.h, Note [Buffers]). So a slot may have lost
+    addresses that lead to a page to their host copies, at once (takes.h, Note [Buffers]). So a slot may have lost
     pages whenever a layer enters, and that is looked for before anything is copied. What led there is host-mapped from
     then on. No other thread takes any while the thread that uses the cache leases it.
 """

@@ -318,10 +318,10 @@ import sys, threading
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
 from ballonet.hooks.prefix import saving
-from ballonet.offload.residency import prefix_file
-prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
-flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
-prefix_file.write = lambda *given: (flushed.wait(), write(*given))[1]
+from ballonet.offload.residency import prefix_files
+prefix_files.PIECE = 1000  # as many as there are of a large model: several threads write
+flushed, write, flush = threading.Event(), prefix_files.write, saving.Saver.flush
+prefix_files.write = lambda *given: (flushed.wait(), write(*given))[1]
 saving.Saver.flush = lambda *given: (flushed.set(), flush(*given))[1]
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 torch.manual_seed(0)
