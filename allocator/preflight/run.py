@@ -101,7 +101,7 @@ def judge(probes: Probes, page_size: int) -> ProbeVerdict:
     return verdict
 
 
-def _facts(probes: Probes, name: str) -> Mapping[str, Any]:
+def _facts_of(probes: Probes, name: str) -> Mapping[str, Any]:
     return probes.get(name, {}).get("facts", {})  # type: ignore[no-any-return]
 
 
@@ -110,7 +110,7 @@ def _error(value: Any) -> str:
 
 
 def _page_size(probes: Probes, page_size: int, verdict: ProbeVerdict) -> None:
-    facts = _facts(probes, "granularity")
+    facts = _facts_of(probes, "granularity")
     sizes = [size for size in (facts.get("device"), facts.get("host")) if isinstance(size, int) and size > 0]
     least = math.lcm(*sizes) if sizes else page_size
     if page_size % least == 0:
@@ -123,7 +123,7 @@ def _page_size(probes: Probes, page_size: int, verdict: ProbeVerdict) -> None:
 
 def _wrong_with_host_pages(probes: Probes) -> Iterator[str]:
     """Yields why host pages cannot be used; nothing where they can, or it is not known."""
-    tried = _facts(probes, "host_pages")
+    tried = _facts_of(probes, "host_pages")
     for step in ("create", "map", "copied_there", "copied_back", "to_device", "from_device"):
         if why := _error(tried.get(step)):
             yield why
@@ -142,7 +142,7 @@ def _wrong_with_host_pages(probes: Probes) -> Iterator[str]:
         ("torch_graphs", ("on_host",)),
         ("graphs", ("host_page",)),
     ):
-        for check, value in _facts(probes, name).items():
+        for check, value in _facts_of(probes, name).items():
             if checks is not None and check not in checks:
                 continue
             if _error(value):
@@ -158,7 +158,7 @@ def _wrong_with_host_pages(probes: Probes) -> Iterator[str]:
 
 def _speed(probes: Probes) -> Iterator[Difference]:
     for way in ("to_device", "from_device"):
-        ours, theirs = (_facts(probes, "copies").get(f"{kind}_{way}", {}).get("gb_per_s") for kind in _PINNED)
+        ours, theirs = (_facts_of(probes, "copies").get(f"{kind}_{way}", {}).get("gb_per_s") for kind in _PINNED)
         if ours and theirs and ours < PROBE_SLOW * theirs:
             yield Difference(
                 f"copies of pages of the host ({way})",
@@ -175,7 +175,7 @@ def _wrong_with_graphs(probes: Probes) -> Iterator[str]:
         ("torch_graphs", ("as_captured", "on_device", "in_pieces", "in_pieces_on_device")),
     ):
         for check in checks:
-            value = _facts(probes, name).get(check)
+            value = _facts_of(probes, name).get(check)
             if value is False or _error(value):
                 yield f"{name}, {check}: {_error(value) or 'not the same bytes'}"
         if probes.get(name, {}).get("status") == "crashed":
@@ -186,7 +186,7 @@ def _of(name: str, *checks: str) -> Callable[[Probes], str]:
     """Returns a function whose answer lists a probe's facts about `checks`, or all."""
 
     def ask(probes: Probes) -> str:
-        facts, outcome = _facts(probes, name), probes.get(name)
+        facts, outcome = _facts_of(probes, name), probes.get(name)
         if outcome is None:
             return "not asked"
         told = {check: value for check, value in facts.items() if not checks or check in checks}
@@ -277,13 +277,13 @@ def run_probe(name: str, library: str, ordinal: int, left: float = PREFLIGHT) ->
         finally:
             process.kill()
             process.wait()
-        facts = _told(out)
+        facts = _facts(out)
         err.seek(0)
         said = f"{why}\n{err.read()[-SAID:]}".strip() if status != "answered" else ""
     return Outcome(status, round(time.monotonic() - begin, 2), facts, said)
 
 
-def _told(told: IO[str]) -> dict[str, Any]:
+def _facts(told: IO[str]) -> dict[str, Any]:
     """Returns the facts among what a probe printed; a last line that was cut off is none."""
     told.seek(0)
     facts = {}
