@@ -179,6 +179,30 @@ def includes_above(folder: str, text: str) -> list[str]:
     return [include for include in includes if include not in allowed]
 
 
+FACES = {  # the headers of a folder of the core that others include
+    "mapping": {"mapper", "transfer"},
+    "reclaim": {"reclaim"},
+    "heap": {"arenas", "heap", "heap_report"},
+    "device": {"device", "registry", "replay"},
+    "bindings": set(),
+    "torch": {"entry"},
+}
+
+
+def test_folders_of_the_core_include_faces_of_others() -> None:
+    includes = {
+        (path, folder, header)
+        for path in CSRC.rglob("*.*")
+        if path.suffix in (".h", ".cpp")
+        for folder, header in re.findall(r'^#include "(?:\.\./)?(\w+)/(\w+)\.h"', path.read_text(), re.MULTILINE)
+        if folder in FACES and folder != path.parent.name
+    }
+    assert {(path, folder, header) for path, folder, header in includes if header not in FACES[folder]} == set()
+    assert {(folder, header) for folder, headers in FACES.items() for header in headers} <= {
+        use[1:] for use in includes
+    }
+
+
 def test_folders_of_the_core_include_one_way() -> None:
     sources = [path for path in CSRC.rglob("*.*") if path.suffix in (".h", ".cpp") and path.parent.name != "crt"]
     assert {path.parent.name for path in sources} == {*CORE, "standin"}
