@@ -21,11 +21,12 @@ from threading import Lock
 from typing import Any, Final, Protocol
 
 from ...allocator.errors import BallonetError
-from ...allocator.events import Named, unnamed
+from ...allocator.events import Events, Named, unnamed
 from ..policy.reclaim_order import Candidate, Rung
 from ..policy.remap import CalmClock, observe
 from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
+from .activity import StreamMarks
 from .client import KEYS_PER_CLIENT
 from .clients import ClientState
 
@@ -332,31 +333,40 @@ def sent(device: DeviceView) -> int:
     return sum(count for name, count in copied.items() if name.endswith("_h2d"))
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a governor is told beside its device. `bandwidth`: of the link from the host, bytes per second, None where
+    not measured; `received`: bytes per second that go over it (record/link.py), None where not known: called in the
+    background, while anything streams. `clock`: seconds, by which all is decided that depends on time; `waits`: the
+    same, by which one thread waits no longer for another. `events`: the device's log; `marks`: of its streams, None
+    where operators are complete when they return."""
+
+    bandwidth: float | None = None
+    received: Callable[[], int | None] | None = None
+    clock: Callable[[], float] = time.monotonic
+    waits: Callable[[], float] = time.monotonic
+    events: Events | None = None
+    marks: StreamMarks | None = None
+
+
 class HostLink:
     """The measured links of a device. Thread-safe. Bandwidths are in bytes per second, None where not measured."""
 
     def __init__(
-        self,
-        device: DeviceView,
-        lock: Lock,
-        moved: Callable[[], None],
-        bandwidth: float | None,
-        received: Callable[[], int | None] | None,
-        clock: Callable[[], float],
-        tuning: OtherTraffic,
+        self, device: DeviceView, lock: Lock, moved: Callable[[], None], around: Surroundings, tuning: OtherTraffic
     ) -> None:
-        """`lock`: of the governor, under which `moved` is called where earlier decisions may not hold any more;
-        `received`: bytes per second that go over the link (record/link.py), None where not known: called in the
-        background, while anything streams."""
+        """`lock`: of the governor, under which `moved` is called where earlier decisions may not hold any more."""
         self.traffic = 0.0  # bytes per second that others take
         self._page = device.page_size
         self._lock = lock
         self._moved = moved
-        self._bandwidth = bandwidth
+        self._bandwidth = around.bandwidth
         self._peer_bandwidth: float | None = None
         self._steps = tuning.steps
         self._watcher = (
-            None if received is None else Traffic(received, lambda: sent(device), self.set_traffic, clock, tuning)
+            None
+            if around.received is None
+            else Traffic(around.received, lambda: sent(device), self.set_traffic, around.clock, tuning)
         )
 
     @property

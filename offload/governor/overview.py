@@ -29,12 +29,12 @@ from ..policy.lending import Lending
 from ..policy.reclaim_order import Candidate, Rung
 from ..policy.tuning import Tuning
 from ..record.record import Point
-from .activity import Progress, StreamMarks
+from .activity import Progress
 from .candidates import Back, listed, of_models, plan_restore
 from .client import KEYS_PER_CLIENT, ModelClient
 from .clients import Clients, Held, ModelState
 from .decision import Situation, StreamDecision
-from .device_view import DevicePages, DeviceView, HostLink, Published
+from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
 
 
 class Duplicates:
@@ -103,31 +103,26 @@ class Overview:
     def __init__(
         self,
         device: DeviceView,
-        clock: Callable[[], float],
+        around: Surroundings,
         tuning: Tuning,
         window: float,
-        events: Events | None,
-        marks: StreamMarks | None,
-        bandwidth: float | None,
-        received: Callable[[], int | None] | None,
-        waits: Callable[[], float],
     ) -> None:
         """The parameters are those of Governor."""
         self.device: Final = device
         self.tuning: Final = tuning
-        self.clock: Final = clock
+        self.clock: Final = around.clock
         self.lock: Final = threading.Lock()
-        self.clients: Final = Clients(tuning.pages.idle, Progress(marks, clock), tuning.weights)
+        self.clients: Final = Clients(tuning.pages.idle, Progress(around.marks, around.clock), tuning.weights)
         self.lending: Final = Lending(window, tuning.loans)
-        self.link: Final = HostLink(device, self.lock, self._link_changed, bandwidth, received, clock, tuning.traffic)
+        self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
         self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
         # pages
-        self.pages: Final = DevicePages(device, tuning.pages, waits)
+        self.pages: Final = DevicePages(device, tuning.pages, around.waits)
         self.list: Final = Published(device)
-        self.events: Final = Events() if events is None else events
+        self.events: Final = Events() if around.events is None else around.events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
         self._refused: int | None = None  # pages so far that operators could not have
