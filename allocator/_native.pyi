@@ -451,9 +451,6 @@ def entry_points() -> dict[str, int]:
     """Addresses of the functions that torch's pluggable allocator calls: alloc, segment, free, record_stream, trim,
     begin_pool, end_pool, release_pool, memory_fraction and base_allocation."""
 
-def bench_hit_path(device: Device, nbytes: int, rounds: int) -> float:
-    """ns per allocate+deallocate pair of one size on the hit path, measured inside the core."""
-
 def replay(device: Device, ops: bytes) -> dict[str, int | float]:
     """Runs a packed trace. Rows are little-endian (op: u8, pad: 7, id: u64, size: u64, stream: u64); op 1 = alloc, 2
     = free.

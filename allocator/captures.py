@@ -2,8 +2,8 @@
 
 Note [Two listeners]
     Two parts of ballonet have to know of captures, and neither knows of the other: what a thread allocates from
-    (mempool.py), and what graphs read of managed models. They come and go in any order. So the methods are wrapped with
-    the first listener and put back with the last; each of two wrappers of one method would put back the other's.
+    (pluggable.py), and what graphs read of managed models. They come and go in any order. So the methods are wrapped
+    with the first listener and put back with the last; each of two wrappers of one method would put back the other's.
 
 Note [Not seen]
     Calls that do not go through `torch.cuda.CUDAGraph` are not seen here: `torch.accelerator.Graph`, captures that a

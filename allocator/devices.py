@@ -1,4 +1,5 @@
-"""The devices of this process, each with its runtime, by number. Further GPUs are registered here. No torch.
+"""The devices of this process, each with its runtime, by number, and their budgets, which change while the program
+runs. Further GPUs are registered here. No torch.
 
 Note [One registry]
     Internal code gets a device, or its runtime, as an argument. Only functions that a user calls look the runtime up
@@ -7,16 +8,53 @@ Note [One registry]
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from . import _native, device_choice, findings
-from .config import Config
-from .device_parts import RuntimeParts
-from .errors import InstallError, NotInstalled
+from ._native import Device
+from .config import Config, format_size, parse_size, parse_time
+from .defaults import BUDGET_LOOK
+from .errors import BudgetInUse, ConfigError, InstallError, NotInstalled
 from .events import Events
+
+Part = TypeVar("Part")
+
+
+class RuntimeParts:
+    """At most one object of each class, for as long as the runtime lives. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._parts: dict[type, Any] = {}
+
+    def get(self, kind: type[Part]) -> Part | None:
+        """Returns the object of this class, None where there is none."""
+        part: Part | None = self._parts.get(kind)
+        return part
+
+    def of(self, kind: type[Part], make: Callable[[], Part]) -> Part:
+        """Returns the object of this class, made by `make` where there is none yet. If `make` raises there is still
+        none."""
+        with self._lock:
+            part = self.get(kind)
+            return self.put(make()) if part is None else part
+
+    def put(self, part: Part) -> Part:
+        """Keeps the object, in place of an earlier one of its class, and returns it."""
+        with self._lock:
+            self._parts[type(part)] = part
+        return part
+
+    def drop(self, kind: type) -> None:
+        """Drops the object of this class. Idempotent."""
+        with self._lock:
+            self._parts.pop(kind, None)
+
 
 Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
 
@@ -120,3 +158,63 @@ def stop(number: int | None = None) -> None:
         del _runtimes[runtime.number]
         if runtime.shared is not None:
             runtime.shared.close()
+
+
+def set_budget(size: int | str, timeout: float | str = "60s") -> None:
+    """Changes the bytes of device pages while running, from any thread or a signal's handler. Returns when pages above
+    it are back with the driver.
+
+    A smaller budget is met as an allocation would be: by free and idle pages, then by weights and caches that may go to
+    the host, waiting for threads that use them and for copies of layers. BudgetInUse, with the smallest possible
+    budget, where that is too little; also where it took longer than `timeout`, or another call asked for another budget
+    meanwhile. The former budget is in force then. ConfigError, NotInstalled, DriverError.
+    """
+    set_budget_of(None, size, timeout)
+
+
+def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> None:
+    """Changes the budget as `set_budget`, of the runtime of that number; None: of the first."""
+    runtime = of(number)
+    device = runtime.device
+    nbytes = device_choice.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
+    _, there = device.free_memory()
+    if nbytes > there:
+        raise ConfigError(f"the budget is {format_size(nbytes)} but the device has {format_size(there)}: ask for less")
+    patience = parse_time(timeout, "timeout")
+    if runtime.shared is not None:
+        runtime.shared.set_budget(nbytes, patience)
+    else:
+        change_budget(runtime, nbytes, patience)
+
+
+def change_budget(runtime: Runtime, nbytes: int, patience: float) -> None:
+    """Changes the budget to so many bytes, whole pages, within `patience` seconds. BudgetInUse, DriverError."""
+    device, began = runtime.device, time.monotonic()
+    try:
+        device.set_budget(nbytes, round(patience * 1e9))
+    except BudgetInUse as error:
+        if error.waited or runtime.preparing is None:
+            raise
+        _set_prepared(device, nbytes, began, patience, runtime.preparing, error)
+
+
+def _set_prepared(
+    device: Device, nbytes: int, began: float, patience: float, preparing: Preparing, error: BudgetInUse
+) -> None:
+    """Tries again each time that more pages are ready, until no more will be, or the time is up."""
+    with preparing() as unready:
+        before, left = None, unready()
+        while True:
+            if left != before:
+                remaining = patience - (time.monotonic() - began)
+                try:
+                    return device.set_budget(nbytes, max(0, round(remaining * 1e9)))
+                except BudgetInUse as again:
+                    error = again
+                if error.waited or not left:
+                    raise error
+            waited = time.monotonic() - began
+            if waited >= patience:
+                raise BudgetInUse(error.immovable, error.budget, waited)
+            time.sleep(BUDGET_LOOK)
+            before, left = left, unready()

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from . import _native, control, device_choice, devices, versions
-from .budget import set_budget_of
 from .companion import Companion, TorchAllocator, load, load_allocator
 from .config import Config, cache_dir
 from .cuda_headers import WITHOUT
-from .devices import Runtime
+from .devices import Runtime, set_budget_of
 from .errors import (
     BallonetError,
     CompanionUnavailable,
@@ -28,9 +27,7 @@ from .errors import (
     InstallError,
 )
 from .interrupts import Guarded
-from .mempool import MemPoolRoute
-from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
-from .torch_stats import TorchStatistics
+from .pluggable import CudaAllocator, MemPoolRoute, TorchStatistics, check_cuda_unused, cuda_used, mem_pool_route
 
 
 @dataclass

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, TypeVar
 
 from . import devices
-from .display import table
 from .events import Count
-from .units import format_size
+from .units import format_size, table
 
 T = TypeVar("T")
 

@@ -40,8 +40,7 @@ import ballonet
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.compat import cache_name
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.policy.prefixes import Hits, Index
-from ballonet.offload.policy.worth import Odds, Policy, Recency
+from ballonet.offload.policy.prefixes import Hits, Index, Odds, Policy, Recency
 
 # Turns
 

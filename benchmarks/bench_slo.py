@@ -21,7 +21,7 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.managed import pace_of
 from ballonet.hooks.profile import Grid, load_or_measure
-from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.plan import Costs, meeting
 from ballonet.offload.policy.schedule import every
 
 LAYERS = 16

@@ -34,7 +34,7 @@ from models import (
 from transformers import PreTrainedModel
 
 import ballonet
-from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Costs
 
 INTERVALS = {"cuda": (8, 4, 2, 1), "cpu": (8, 4, 2, 1), "tiny": (2,)}
 OTHER, AS_MANY = "accelerate", 2  # the interval that streams as many layers

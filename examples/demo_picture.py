@@ -19,7 +19,7 @@ def draw(path: Path, runs: Mapping[str, Mapping[str, Any]], weights: int) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from ballonet.offload.timeline.series import COLOURS
+    from ballonet.offload.timeline.file import COLOURS
 
     figure, axes = pyplot.subplots(len(runs), 1, figsize=(11, 3.1 * len(runs)), squeeze=False, layout="constrained")
     highest = max(level[1] for run in runs.values() for level in run["levels"]) / MIB
@@ -39,7 +39,7 @@ def draw(path: Path, runs: Mapping[str, Mapping[str, Any]], weights: int) -> Non
 
 
 def _panel(panel: Any, run: Mapping[str, Any]) -> None:
-    from ballonet.offload.timeline.picture import draw_pages
+    from ballonet.offload.timeline.file import draw_pages
 
     rows = [tuple(row) for row in run["rows"]]
     marks = [(when, name) for name, when in run["marks"]]

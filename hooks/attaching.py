@@ -12,9 +12,8 @@ from torch import nn
 
 from ..allocator import devices
 from ..allocator._native import Device
-from ..offload.governor.situation import Lendable
-from ..offload.policy.request_slo import RequestSLO
-from ..offload.policy.step_costs import StepCosts
+from ..offload.governor.decision import Lendable
+from ..offload.policy.step_costs import RequestSLO, StepCosts
 from .device import governors
 from .forward.lease import ForwardLease
 from .options import ManageOptions

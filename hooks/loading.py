@@ -21,8 +21,8 @@ from typing import Any, Final, Literal
 import torch
 
 from ..allocator import devices, install
-from ..allocator.display import progress
 from ..allocator.errors import ManageError
+from ..allocator.units import progress
 from ..offload.timeline.recorder import mark
 from . import compat
 from .device.streams import torch_device

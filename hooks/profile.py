@@ -28,8 +28,8 @@ from torch import nn
 from ..allocator import devices
 from ..allocator._native import Device
 from ..allocator.config import cache_dir
-from ..allocator.display import steps
 from ..allocator.errors import ManageError
+from ..allocator.units import steps
 from ..offload.policy.tuning import DEFAULT
 from ..offload.record import link, record
 from ..offload.record.record import Phase, Point, Record

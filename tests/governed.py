@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ballonet.allocator._native import Range
 from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.governor.decision import StreamDecision
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.governor import Governor, Surroundings
 from ballonet.offload.policy.plan import Plan
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.record.record import Point
@@ -239,7 +239,8 @@ def governed(
 ) -> tuple[FakeDevice, Governor, Clock, list[FakeModel]]:
     """A device of so many pages, and models named a, b, c."""
     device, clock = FakeDevice(pages), Clock()
-    governor = Governor(device, bandwidth=options.pop("bandwidth", LINK), clock=clock, **options)
+    around = {name: options.pop(name) for name in ("bandwidth", "received", "events", "marks") if name in options}
+    governor = Governor(device, Surroundings(clock=clock, **{"bandwidth": LINK, **around}), **options)
     them = [FakeModel(device, model.pop("name", "abcdef"[n]), **model) for n, model in enumerate(models)]
     for client in them:
         governor.add(client)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ballonet.offload.governor.activity import Activity, Progress
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.governor import Governor, Surroundings
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
@@ -96,7 +96,7 @@ def test_where_operators_are_complete_when_they_return(clock: Clock) -> None:
 
 def late(pages: int, clock: Clock, stream: LateMarks) -> tuple[FakeDevice, Governor]:
     device = FakeDevice(pages)
-    return device, Governor(device, bandwidth=LINK, clock=clock, marks=stream)
+    return device, Governor(device, Surroundings(bandwidth=LINK, clock=clock, marks=stream))
 
 
 def iterate(governor: Governor, model: FakeModel, stream: LateMarks, seconds: float, cache: FakeCache | None) -> None:

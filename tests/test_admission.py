@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.admission import Admission, Demand, Memory, Where, admit, can_ever_run
-from ballonet.offload.policy.buffer import LogicalBuffer
+from ballonet.offload.policy.admission import Admission, Demand, LogicalBuffer, Memory, Where, admit, can_ever_run
 from ballonet.offload.policy.tuning import Serving
 
 TUNING = Serving(patience=2)

@@ -25,7 +25,7 @@ from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.snapshot import StatePages
-from ballonet.offload.governor import client_table, governor, overview, published, reclaim_list
+from ballonet.offload.governor import clients, device_view, governor, overview, reclaim
 from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.residency.backing import Backing
 from ballonet.offload.residency.mover import Mover
@@ -354,7 +354,7 @@ def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case]) -> 
 
 
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
-    parts = (governor, overview, client_table, published, reclaim_list, *STEPS)
+    parts = (governor, overview, clients, device_view, reclaim, *STEPS)
     for _ in at_each_line(nullcontext, lambda _: offered(device, case[0]), *parts, most=30, least=14):
         assert not governors.of(device)._known.lock.locked()
     assert take(device, case[0]) > 0

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.coordinator import LinkClient, LinkOption, Refusal, Shares, options, share, share_running
-from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.plan import Costs, meeting
 
 from .links import fair
 

@@ -192,8 +192,6 @@ def test_what_makes_no_sense_is_ignored_or_refused(core: Core) -> None:
         core.device.close()
     with pytest.raises(BallonetError, match="one byte"):
         core.device.allocate(0)
-    with pytest.raises(BallonetError, match="one byte"):
-        _native.bench_hit_path(core.device, 0, 1)
     with pytest.raises(BallonetError, match="page size"):
         _native.Device(library=str(library()), ordinal=0, page_size=5000, budget=10**6, host_budget=0)
 

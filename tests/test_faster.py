@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from ballonet.offload.governor.decision import fastest
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
+from ballonet.offload.policy.plan import Costs, Plan, fewest, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Phase
 

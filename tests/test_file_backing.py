@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
 from ballonet.offload.policy.layout import ALIGNMENT, Block, place
-from ballonet.offload.residency.file_backing import FileBackings, Place, runs
+from ballonet.offload.residency.backing import FileBackings, Place, runs
 from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
@@ -356,7 +356,7 @@ SCENE = """
     from pathlib import Path
     from ballonet.allocator import _native
     from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
-    from ballonet.offload.residency.file_backing import FileBackings
+    from ballonet.offload.residency.backing import FileBackings
     from ballonet.offload.residency.weights_file import WeightsFile
     from tests import weights
     from tests.core import PAGE, opened

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.layer_order import listing, nested
-from ballonet.offload.policy.plan import Plan, at_interval, fewest, smallest, spread, streaming
+from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, smallest, spread, streaming
 from ballonet.offload.policy.reclaim_order import Rung
-from ballonet.offload.policy.remap import Model, cap, reclaimable
+from ballonet.offload.policy.remap import Model, cap, listing, nested, reclaimable
 from ballonet.offload.policy.schedule import gaps
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point

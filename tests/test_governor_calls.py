@@ -11,9 +11,8 @@ import pytest
 
 from ballonet.offload.governor import governor as governor_module
 from ballonet.offload.governor import overview
-from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.pages import DevicePages
-from ballonet.offload.governor.traffic import Traffic, sent
+from ballonet.offload.governor.device_view import DevicePages, Traffic, sent
+from ballonet.offload.governor.governor import Governor, Surroundings
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.tuning import DEFAULT
@@ -262,7 +261,7 @@ def test_the_link_is_watched_while_something_streams() -> None:
         released.wait(200)
         return LINK
 
-    governor = Governor(device, bandwidth=LINK, received=received, clock=clock)
+    governor = Governor(device, Surroundings(bandwidth=LINK, received=received, clock=clock))
     a = FakeModel(device, "a", tpot=0.05)
     governor.add(a)
     assert not any(thread.name == "ballonet-link-traffic" for thread in threading.enumerate())

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.coordinator import LinkClient, Refusal, Shares, share
 from ballonet.offload.policy.coordinator import options as options_of
-from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.plan import Plan, at_interval, fewest
+from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, meeting
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 

@@ -14,7 +14,7 @@ import torch
 import ballonet
 from ballonet.allocator import _native, companion, devices
 from ballonet.allocator import install as module
-from ballonet.allocator.budget import set_budget
+from ballonet.allocator.devices import set_budget
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, UnsupportedVersion
 from ballonet.allocator.install import allocator, install, restore, stock
 

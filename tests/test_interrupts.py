@@ -23,7 +23,7 @@ from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import moving
-from ballonet.offload.governor import client_table, governor, kv_client, kv_tier, overview, reclaim_list, repayment
+from ballonet.offload.governor import clients, governor, kv_client, kv_tier, overview, reclaim
 
 from .core import PAGE, UNMAPS, Gate, Other, program
 from .faulting import at_each_line
@@ -41,9 +41,9 @@ FAREWELLS = (
     forwards,
     governor,
     overview,
-    reclaim_list,
-    repayment,
-    client_table,
+    reclaim,
+    reclaim,
+    clients,
     kv_client,
     kv_tier,
     model_residency,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.layer_stream import (
+from ballonet.offload.policy.kv_pages import (
     Choice,
     LayerReads,
     Split,

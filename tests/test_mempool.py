@@ -16,8 +16,7 @@ from ballonet.allocator import _native, devices
 from ballonet.allocator import install as module
 from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, reclaim, restore
-from ballonet.allocator.mempool import MemPoolRoute
-from ballonet.allocator.pluggable import mem_pool_route
+from ballonet.allocator.pluggable import MemPoolRoute, mem_pool_route
 
 from .core import Other
 from .test_pluggable import on_gpu

@@ -15,8 +15,8 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from ballonet.allocator import devices
-from ballonet.allocator.display import table
 from ballonet.allocator.stats import Stats
+from ballonet.allocator.units import table
 
 from .pool import take_out
 from .test_stats import EVENTS, SNAPSHOT

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, device_choice, devices
-from ballonet.allocator.budget import set_budget
 from ballonet.allocator.config import Config
+from ballonet.allocator.devices import set_budget
 from ballonet.allocator.errors import BallonetError, BudgetInUse, ConfigError, NotInstalled
 from ballonet.allocator.install import install, restore
 

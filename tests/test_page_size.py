@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.page_size import fitting
+from ballonet.offload.policy.layout import fitting
 from ballonet.offload.policy.tuning import DEFAULT
 
 KIB, MIB = 2**10, 2**20

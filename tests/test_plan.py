@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.plan import Plan, at_interval, fewest, smallest, spread, streaming
+from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, smallest, spread, streaming
 
 from .closed_forms import evenly, one_slot
 

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.planner.answer import Forecast, Limit, PlanAnswer, answered
-from ballonet.offload.policy.planner.changes import PlanChange, Question, What, nearest
-from ballonet.offload.policy.planner.hardware import DEVICES, named
-from ballonet.offload.policy.planner.memory import Placed, PlanBudget, everything, least, placed
-from ballonet.offload.policy.planner.needs import Judged, Moment, Needs
-from ballonet.offload.policy.planner.seconds import ForwardWork, by_device, interpolated
+from ballonet.offload.policy.plan import Costs, Plan
+from ballonet.offload.policy.planner.answer import (
+    Forecast,
+    Limit,
+    PlanAnswer,
+    PlanChange,
+    Question,
+    What,
+    answered,
+    nearest,
+)
+from ballonet.offload.policy.planner.hardware import DEVICES, ForwardWork, by_device, interpolated, named
+from ballonet.offload.policy.planner.memory import Judged, Moment, Needs, Placed, PlanBudget, everything, least, placed
 from ballonet.offload.policy.tuning import DEFAULT
 
 PAGE, SECONDS = 2**21, 1e-4  # bytes, seconds to copy a page
@@ -109,7 +114,7 @@ def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs])
 @given(drawn(counts=(2, 3)))
 def test_models_that_come_later_find_room_in_those_that_are_idle(models: list[Needs]) -> None:
     """One after the other they need no more than the smallest of all but what the last keeps free: its KV leaves only
-    where pages are short (policy/shortage.py)."""
+    where pages are short (policy/kv_pages.py)."""
     together = least(models, PlanBudget(0, PAGE, SECONDS))
     apart = sum(least([model], PlanBudget(0, PAGE, SECONDS)) for model in models)
     assert together - apart <= max(8, together // DEFAULT.pages.short)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import devices, torch_stats
+from ballonet.allocator import devices, pluggable
 from ballonet.allocator import install as module
 from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
@@ -66,7 +66,7 @@ def originals() -> list[object]:
 def test_the_cuda_allocator_is_wired_and_put_in_place(fake_torch: FakeTorch, compiled: bool) -> None:
     install(**SMALL)
     before = originals()
-    statistics = torch_stats.TorchStatistics(devices.require())
+    statistics = pluggable.TorchStatistics(devices.require())
     installed = module._installed
     assert installed is not None
     cuda = CudaAllocator(installed.companion if compiled else None, statistics)
@@ -87,7 +87,7 @@ def test_cuda_that_was_used_is_reported_before_anything_changes(fake_torch: Fake
     install(**SMALL)
     before = originals()
     fake_torch.used = True
-    cuda = CudaAllocator(None, torch_stats.TorchStatistics(devices.require()))
+    cuda = CudaAllocator(None, pluggable.TorchStatistics(devices.require()))
     with pytest.raises(InstallError, match="before anything is moved to the GPU"):
         torch.cuda.memory.change_current_allocator(cuda)
     assert originals() == before
@@ -95,7 +95,7 @@ def test_cuda_that_was_used_is_reported_before_anything_changes(fake_torch: Fake
 
 def test_a_cuda_allocator_whose_pool_is_gone_is_refused(fake_torch: FakeTorch) -> None:
     install(**SMALL)
-    cuda = CudaAllocator(None, torch_stats.TorchStatistics(devices.require()))
+    cuda = CudaAllocator(None, pluggable.TorchStatistics(devices.require()))
     restore()
     with pytest.raises(InstallError, match="again"):
         torch.cuda.memory.change_current_allocator(cuda)

@@ -13,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballonet.offload.policy import worth
-from ballonet.offload.policy.prefixes import Hits, Index, chain
+from ballonet.offload.policy import prefixes
+from ballonet.offload.policy.prefixes import Hits, Index, Odds, Recency, chain
 from ballonet.offload.policy.tuning import BlockOdds
-from ballonet.offload.policy.worth import Odds, Recency
 
 MOONCAKE = File(__file__).parents[2] / "shared" / "data" / "traces" / "mooncake_conversation_trace.jsonl"
 Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
@@ -241,7 +240,7 @@ def test_keys_stay_what_they_are() -> None:
 # -- what blocks are worth
 
 
-def replay(requests: Sequence[Sequence[Hashable]], room: int, policy: worth.Policy) -> float:
+def replay(requests: Sequence[Sequence[Hashable]], room: int, policy: prefixes.Policy) -> float:
     index = Index(room, policy)
     for owner, keys in enumerate(requests):
         index.match(keys)

@@ -15,7 +15,7 @@ from ballonet import __main__
 from ballonet.allocator import device_choice, devices, findings, info
 from ballonet.allocator.config import Config
 from ballonet.allocator.preflight import run
-from ballonet.allocator.preflight.judge import ProbeVerdict, judge
+from ballonet.allocator.preflight.run import ProbeVerdict, judge
 
 from .core import shim
 

@@ -29,7 +29,7 @@ from ballonet.hooks.measure.pace import Pace
 from ballonet.hooks.measure.point import point_of
 from ballonet.hooks.profile import Grid, load_or_measure, measured
 from ballonet.hooks.programs import facts as profile_facts
-from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Costs
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link, record
 from ballonet.offload.record.record import Point, Record, load

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.interval import Costs, fitting, meeting
-from ballonet.offload.policy.plan import at_interval
+from ballonet.offload.policy.plan import Costs, at_interval, fitting, meeting
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import (
     Point,

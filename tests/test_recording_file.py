@@ -13,7 +13,7 @@ import pytest
 from ballonet.allocator.errors import ConfigError
 from ballonet.allocator.events import Events, LoggedEvent
 from ballonet.offload.timeline import file as recording_file
-from ballonet.offload.timeline.series import SeriesRecording
+from ballonet.offload.timeline.file import SeriesRecording
 
 PAGE = 4096
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u2028&amp;\ud800"

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
+from ballonet.offload.policy.plan import Costs, Plan, fewest, spread, streaming
 from ballonet.offload.policy.reclaim_order import weights_order
 from ballonet.offload.policy.remap import (
     CalmClock,

@@ -14,7 +14,7 @@ from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.report import Report, Times, interval_of
 from ballonet.hooks.options import ManageOptions
 from ballonet.offload.governor.kv_read_plan import Streamed
-from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.policy.kv_pages import Way
 from ballonet.offload.policy.plan import Plan, at_interval, spread, streaming
 from ballonet.offload.record.record import Point
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
-from ballonet.offload.policy.step_costs import Parts, Step
+from ballonet.offload.policy.step_costs import NOTHING, Parts, RequestSLO, Step, may_begin, refused, tightest
 
 PARTS = Parts(0.02, 2e-3, 1e-5, 5e-7)
 slos = st.none() | st.floats(1e-3, 2.0)

@@ -16,9 +16,8 @@ from ballonet.allocator._native import Range, Transfer
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.policy.plan import streaming
 from ballonet.offload.residency.backing import Backing
-from ballonet.offload.residency.layer_parts import LayerPart, StreamedLayer
 from ballonet.offload.residency.mover import Mover
-from ballonet.offload.residency.ring import Ring
+from ballonet.offload.residency.ring import LayerPart, Ring, StreamedLayer
 
 from .core import PAGE, PAGE_CALLS, Core, calls, holds, opened, write
 from .faulting import at_each_call

@@ -12,9 +12,8 @@ import pytest
 import ballonet
 from ballonet.allocator.events import LoggedEvent
 from ballonet.offload.timeline import file as recording_file
-from ballonet.offload.timeline.recorder import Recorder, recorders_of
-from ballonet.offload.timeline.series import RequestSeries, SeriesRecording
-from ballonet.offload.timeline.served import Served
+from ballonet.offload.timeline.file import RequestSeries, SeriesRecording
+from ballonet.offload.timeline.recorder import Recorder, Served, recorders_of
 
 from .models import build
 from .pool import take_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.residency.states import TABLE, PieceEvent, PieceState, PieceStates
+from ballonet.offload.residency.pieces import TABLE, PieceEvent, PieceState, PieceStates
 
 PIECES = 12
 EVENTS = st.tuples(st.sampled_from(PieceEvent), st.integers(0, PIECES), st.integers(0, PIECES))

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.coordinator import LinkClient, Shares, share
-from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.plan import at_interval, fewest, spread, streaming
+from ballonet.offload.policy.plan import Costs, at_interval, fewest, meeting, spread, streaming
 from ballonet.offload.policy.schedule import every, gaps, simulate
 
 from .closed_forms import closed_form, evenly, is_even, one_slot, two_slots

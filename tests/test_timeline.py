@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.allocator.events import LoggedEvent
-from ballonet.offload.timeline.series import OWNERS, Row, fewer, resample, thinned
+from ballonet.offload.timeline.file import OWNERS, Row, fewer, resample, thinned
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), *[st.integers(0, 9)] * 5), max_size=20).map(
     lambda rows: sorted(rows, key=lambda row: row[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.timings import Timings
-from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.plan import Costs, meeting
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point, Record
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import _native, devices, torch_stats
-from ballonet.allocator.budget import set_budget
+from ballonet.allocator import _native, devices, pluggable
+from ballonet.allocator.devices import set_budget
 from ballonet.allocator.install import install
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -22,7 +22,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_native.Device]:
     install(**SMALL)
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
-    statistics = torch_stats.TorchStatistics(devices.require())
+    statistics = pluggable.TorchStatistics(devices.require())
     statistics.patch()
     statistics.patch()
     yield devices.require()

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from ballonet.allocator.errors import BallonetError, WeightsFileChanged, WeightsFileError
 from ballonet.offload.residency import weights_file
-from ballonet.offload.residency.safetensors import LONGEST_HEADER, read_header
-from ballonet.offload.residency.weights_file import WeightsFile
+from ballonet.offload.residency.weights_file import LONGEST_HEADER, WeightsFile, read_header
 
 from . import weights
 

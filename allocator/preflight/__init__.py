@@ -3,6 +3,7 @@
     python -m ballonet preflight
 
 Each *probe* asks one question of the driver or of torch, in a process of its own with a time limit, so that a crash or
-a hang of one ends nothing else (`run`). The answers, *facts*, are judged by pure functions (`judge`): *differences*
-from what the code assumes, and *settings* that `install()` keeps to from then on (`ballonet.allocator.findings`).
+a hang of one ends nothing else (`run`). The answers, *facts*, are judged by pure functions (`judge` in run.py):
+*differences* from what the code assumes, and *settings* that `install()` keeps to from then on
+(`ballonet.allocator.findings`).
 """

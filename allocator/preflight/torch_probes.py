@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from .. import device_choice
 from .._native import Device, Range
 from ..config import Config
-from .measure import MIB, Tell, answered
+from .driver_probes import MIB, Tell, answered
 
 _BYTES = 1, 8  # DLPack: unsigned integers of 8 bits
 PAGES = 8

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ...allocator._native import Device
-from ...offload.governor.situation import Lendable
+from ...offload.governor.decision import Lendable
 from ...offload.policy.prefixes import chain
-from ...offload.policy.request_slo import NOTHING, RequestSLO
-from ...offload.policy.step_costs import StepCosts
+from ...offload.policy.step_costs import NOTHING, RequestSLO, StepCosts
 from ..measure.histogram import Latencies
 from ..prefix.identity import Identity
 from ..prefix.store import PrefixStore

@@ -37,10 +37,8 @@ from ...offload.governor.client import Offer, PageClient
 from ...offload.governor.governor import Governor
 from ...offload.policy.reclaim_order import Rung
 from ...offload.residency.backing import Backing
-from ...offload.residency.mover import Mover
-from ...offload.residency.pieces import Pieces, runs_of
-from ...offload.residency.saving import Runs
-from ...offload.residency.states import PieceEvent, PieceState
+from ...offload.residency.mover import Mover, Runs
+from ...offload.residency.pieces import PieceEvent, Pieces, PieceState, runs_of
 from ..device.streams import stream_of
 from ..forward.lease import GroupLease
 

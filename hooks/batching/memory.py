@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
-from ...offload.policy.admission import Admission, Memory, can_ever_run
-from ...offload.policy.buffer import LogicalBuffer
+from ...offload.policy.admission import Admission, LogicalBuffer, Memory, can_ever_run
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach

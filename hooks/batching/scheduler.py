@@ -1,5 +1,5 @@
 """The scheduler of a generation loop, for transformers: admits, orders and ends requests (with selection.py), and
-records them in timelines (offload/timeline/served.py) and histograms of latencies (measure/histogram.py).
+records them in timelines (offload/timeline/recorder.py) and histograms of latencies (measure/histogram.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 from ...allocator import devices
 from ...allocator.devices import Runtime
 from ...allocator.errors import DriverError, ManageError, RequestTooLarge
-from ...offload.policy.idle_heap import IdleHeap
-from ...offload.policy.request_slo import NOTHING
-from ...offload.policy.step_costs import Step
+from ...offload.policy.admission import IdleHeap
+from ...offload.policy.step_costs import NOTHING, Step
 from ...offload.policy.tuning import DEFAULT, Serving
+from ...offload.timeline.file import End
 from ...offload.timeline.recorder import recorders_of
-from ...offload.timeline.series import End
 from ..measure.histogram import Latencies, RequestTimes
 from ..measure.point import packed
 from .cache import ElasticPagedCache
@@ -200,7 +199,7 @@ class ElasticScheduler(Scheduler):
         return self.cache.model.lends(0).copied > 0
 
     def _trim(self) -> None:
-        """Gives back idle pages of the heap, when the last request has ended or idle_heap.py says so. The heap keeps
+        """Gives back idle pages of the heap, when the last request has ended or admission.py says so. The heap keeps
         what the largest batch took, and the governor counts free pages only: under a lighter load streamed layers
         would never be restored."""
         with suppress(DriverError):  # the pages stay in the heap then

@@ -13,8 +13,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import SLOError
 from ...offload.policy.admission import Admission, Demand, Memory, admit
-from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
-from ...offload.policy.step_costs import Step
+from ...offload.policy.step_costs import NOTHING, RequestSLO, Step, may_begin, refused, tightest
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import lacks, may_grow
 from .cache import ElasticPagedCache

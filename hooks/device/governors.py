@@ -20,7 +20,7 @@ from ...allocator._native import Device
 from ...allocator.devices import Runtime
 from ...allocator.errors import DriverError
 from ...allocator.interrupts import if_free
-from ...offload.governor.governor import Governor
+from ...offload.governor.governor import Governor, Surroundings
 from ...offload.policy.tuning import DEFAULT, Tuning
 from ...offload.record import link
 from .marks import marks_of, relaxed
@@ -71,14 +71,16 @@ def _made(runtime: Runtime) -> Governor:
     device, composition = runtime.device, composed_with(runtime.device)
     governor = Governor(
         device,
-        received=_received(device),
-        clock=composition.clock,
-        waits=composition.waits,
+        Surroundings(
+            received=_received(device),
+            clock=composition.clock,
+            waits=composition.waits,
+            events=runtime.events,
+            marks=None if device.kind == "standin" else marks_of(device),
+        ),
         tuning=composition.tuning,
-        events=runtime.events,
         window=runtime.settings.reserve,
         spill=runtime.settings.spill is True,
-        marks=None if device.kind == "standin" else marks_of(device),
     )
     runtime.preparing = governor.ladder.preparing
     looks.publish(runtime, "kv", _away)

@@ -2,7 +2,7 @@
 and gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
 
 Note [How a part moves]
-    An allocation that finds no page reports a shortage (shortage.h), and the thread `ballonet-shared` answers. It takes
+    An allocation that finds no page reports a shortage (reclaim.h), and the thread `ballonet-shared` answers. It takes
     free bytes of the ledger. If those are too few it asks the other processes what they use, and some of them to give,
     by the socket that `ballonet budget` uses. Each of these lowers its own budget as `set_budget()` does, first by idle
     pages and then by its ladder, then its part, and answers; the bytes are free in the ledger then. A process that does
@@ -28,9 +28,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ...allocator._native import Device
-from ...allocator.budget import change_budget
 from ...allocator.defaults import CONTROL_GRACE, SMALLEST_BUDGET
-from ...allocator.devices import Runtime
+from ...allocator.devices import Runtime, change_budget
 from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
 from ...allocator.shared_ledger import SharedLedger, SharedParts
 from ...allocator.units import format_size

@@ -159,7 +159,7 @@ class KVPages:
             self._extent.first = 0
 
     def appended(self, *, took: bool, next_takes: bool) -> None:
-        """Notes that a token was appended; see offload/policy/ahead.py."""
+        """Notes that a token was appended; see offload/policy/kv_pages.py."""
         if self._tier is not None and (took or next_takes):
             self._tier.appended(self.number, took=took, next_takes=next_takes)
 

@@ -9,13 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-from ...allocator.display import table
-from ...allocator.units import format_size, format_time
+from ...allocator.units import format_size, format_time, table
 from ...offload.governor.kv_read_plan import Streamed
-from ...offload.governor.lend import Lent
-from ...offload.policy.interval import Costs
-from ...offload.policy.layer_stream import Way
-from ...offload.policy.plan import Plan
+from ...offload.policy.kv_pages import Way
+from ...offload.policy.lending import Lent
+from ...offload.policy.plan import Costs, Plan
 from ...offload.policy.schedule import every, gaps
 from ...offload.record.record import PHASES, Phase
 from ..options import ManageOptions

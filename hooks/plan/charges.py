@@ -13,7 +13,7 @@ import torch
 
 from ...allocator._native import Device
 from ...allocator.errors import PoolExhausted
-from ...offload.policy.interval import Costs
+from ...offload.policy.plan import Costs
 from ..batching.cache import ElasticPagedCache
 from ..batching.client import SectorClient
 from ..forward.lease import GroupLease

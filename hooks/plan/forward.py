@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ...allocator.errors import ConfigError
-from ...offload.policy.planner.seconds import ForwardWork
+from ...offload.policy.planner.hardware import ForwardWork
 from ...offload.policy.tuning import DEFAULT
 from ..compat import cache_name, prepared_caches
 from ..weights.layers import decoder_layers

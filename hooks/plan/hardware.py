@@ -19,10 +19,9 @@ import torch
 from ...allocator import defaults, device_choice, ram
 from ...allocator.config import Config, cache_dir, parse_bandwidth, parse_size
 from ...allocator.errors import BallonetError, ConfigError
-from ...offload.policy.planner.changes import Question
-from ...offload.policy.planner.hardware import DEVICES, Hardware, named
-from ...offload.policy.planner.needs import Judged
-from ...offload.policy.planner.seconds import Size, by_device, interpolated
+from ...offload.policy.planner.answer import Question
+from ...offload.policy.planner.hardware import DEVICES, Hardware, Size, by_device, interpolated, named
+from ...offload.policy.planner.memory import Judged
 from ...offload.record import record
 from ...offload.record.record import Phase, Point
 from ..device.key import key_for

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ...offload.policy.request_slo import NOTHING, RequestSLO
-from ...offload.policy.step_costs import Step
+from ...offload.policy.step_costs import NOTHING, RequestSLO, Step
 from ...offload.policy.tuning import DEFAULT
 from ..batching.scheduler import ElasticScheduler
 from ..server.arrivals import BLOCK, RecordedArrival

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ...allocator.errors import ConfigError
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.layout import place
-from ...offload.policy.planner.changes import Question
-from ...offload.policy.planner.needs import Judged, Moment, Needs
+from ...offload.policy.planner.answer import Question
+from ...offload.policy.planner.memory import Judged, Moment, Needs
 from ..compat import one_shape
 from ..device import governors
 from ..kv.grouping import CacheSizes, geometry_for

@@ -18,8 +18,7 @@ from ...allocator import device_choice
 from ...allocator.config import Config, parse_size, parse_time
 from ...allocator.errors import ConfigError
 from ...allocator.units import format_size, format_time
-from ...offload.policy.planner.answer import Forecast, PlanAnswer, answered
-from ...offload.policy.planner.changes import PlanChange, Question, nearest
+from ...offload.policy.planner.answer import Forecast, PlanAnswer, PlanChange, Question, answered, nearest
 from ...offload.policy.planner.memory import PlanBudget
 from ..device import governors
 from ..measure.report import interval_of

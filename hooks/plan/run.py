@@ -34,7 +34,7 @@ import torch
 from ...allocator import devices, install
 from ...allocator.errors import ManageError
 from ...allocator.units import format_size
-from ...offload.policy.request_slo import NOTHING, RequestSLO
+from ...offload.policy.step_costs import NOTHING, RequestSLO
 from ...offload.policy.tuning import DEFAULT
 from ..device import governors
 from ..manage import managed

@@ -139,7 +139,7 @@ class ModelContents(Contents):
 
     def keep(self, sequence: CachedSequence | None, now: Identity, states: Sequence[StateSnapshot] = ()) -> None:
         """Keeps a sequence, whose layers are not in any cache, and the states of its layers at some lengths; None for a
-        model of states alone. Keeps no more than other models can spare (repayment.py). DriverError."""
+        model of states alone. Keeps no more than other models can spare (reclaim.py). DriverError."""
         if sequence is not None:
             sequence.was_written()
         for state in states:

@@ -46,9 +46,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby, takewhile
 from typing import Final, Protocol, cast
 
-from ...offload.policy.prefixes import Index, chain
+from ...offload.policy.prefixes import Index, Odds, chain
 from ...offload.policy.tuning import DEFAULT, Prefixes
-from ...offload.policy.worth import Odds
 from .sequence import CachedSequence, TokenRun
 from .snapshot import States, StateSnapshot, state_key
 

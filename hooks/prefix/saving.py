@@ -10,8 +10,8 @@ Note [In the background]
 
 Note [Read or compute]
     The speed of reading files and the time of prefills are measured as they occur, and tokens that are predicted to
-    take longer to read than to compute are not read (policy/stored.py). As a disk may be faster at another time, a read
-    is tried again after a number of such decisions.
+    take longer to read than to compute are not read (policy/prefixes.py). As a disk may be faster at another time, a
+    read is tried again after a number of such decisions.
 
 Note [Ids, not hashes]
     The key of a block leads to a file. Its tokens are then compared with those of the prompt.
@@ -34,13 +34,12 @@ import torch
 from torch import nn
 
 from ...allocator._native import Device
-from ...allocator.display import steps
 from ...allocator.errors import BallonetError, PoolExhausted
+from ...allocator.units import steps
 from ...offload.governor.governor import Governor
-from ...offload.policy.stored import Reading, reading
+from ...offload.policy.prefixes import Reading, reading
 from ...offload.record.record import Record
-from ...offload.residency.prefix_file import Array, Saved
-from ...offload.residency.prefix_files import PrefixFiles
+from ...offload.residency.prefix_files import Array, PrefixFiles, Saved
 from ..device.marks import relaxed
 from ..device.streams import torch_device
 from .identity import Identity, fingerprint

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...allocator import devices, install
 from ...allocator.errors import ConfigError, ManageError
-from ...offload.policy.interval import Costs, meeting
+from ...offload.policy.plan import Costs, meeting
 from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
 from ..loading import from_pretrained

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...allocator import devices
-from ...allocator.budget import set_budget
 from ...allocator.config import Config
+from ...allocator.devices import set_budget
 from ...allocator.errors import InstallError
 from ...allocator.install import install, restore
 from ...allocator.units import format_size

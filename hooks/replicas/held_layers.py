@@ -53,9 +53,8 @@ from ...allocator._native import Device, Lease, Range, Transfer
 from ...allocator.errors import DropRefused, ManageError, PoolExhausted, WeightsFileChanged
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.replicas.groups import Span
-from ...offload.residency.backing import Backing
-from ...offload.residency.file_backing import FileBacking
-from ...offload.residency.layer_parts import StreamedLayer, live
+from ...offload.residency.backing import Backing, FileBacking
+from ...offload.residency.ring import StreamedLayer, live
 from ...offload.residency.slots import Copies, open_pages
 from ...offload.residency.weights_file import FileSpan
 from ..device import governors
@@ -157,7 +156,7 @@ def cut(parts: Copies, most: int) -> Iterator[Copies]:
 
 
 if TYPE_CHECKING:
-    from ...offload.residency.safetensors import TensorEntry
+    from ...offload.residency.weights_file import TensorEntry
 
 Lying = dict[str, tuple[Range, torch.Tensor]]  # tensors by name, with the range in which each lies
 
@@ -513,7 +512,7 @@ class HeldLayers:
 
     def offer(self, wanted: Callable[[int], object]) -> None:
         """Has `wanted(pages)` called when the ladder lacks pages at rung 7, until `end_offer`; see
-        offload/governor/duplicates.py. `wanted` has to return at once; a `drop` may follow later."""
+        offload/governor/overview.py. `wanted` has to return at once; a `drop` may follow later."""
         with self._lock:
             self.end_offer()
             self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from ...offload.policy.admission import Memory
-from ...offload.policy.request_slo import NOTHING
+from ...offload.policy.step_costs import NOTHING
 from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run

@@ -28,7 +28,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.microbatches import ChunkSize, equal_cost
-from ...offload.policy.request_slo import NOTHING, RequestSLO
+from ...offload.policy.step_costs import NOTHING, RequestSLO
 
 Record = TypeVar("Record")
 

@@ -2,7 +2,7 @@
 
 Note [Wished pages]
     An allocation on this device that still lacks pages at rung 7 of the ladder wishes for a drop
-    (offload/governor/duplicates.py). Its pages are reported as pending for a while, like those of prompts that wait,
+    (offload/governor/overview.py). Its pages are reported as pending for a while, like those of prompts that wait,
     and the controller, which knows all replicas and predicts the gain of a drop, decides.
 
 Note [One thread]

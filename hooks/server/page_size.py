@@ -1,4 +1,4 @@
-"""The page size for a server's models, from their configurations (offload/policy/page_size.py)."""
+"""The page size for a server's models, from their configurations (offload/policy/layout.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...allocator.config import Config
 from ...allocator.device_choice import GRANULARITY, choose, page_size
 from ...allocator.units import format_size
-from ...offload.policy.page_size import Rounding, fitting
+from ...offload.policy.layout import Rounding, fitting
 from ...offload.policy.tuning import DEFAULT
 from ..weights.layers import decoder_layers
 

@@ -16,7 +16,7 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from ...allocator.errors import DriverError, PoolExhausted, RequestTooLarge, SLOError
-from ...offload.policy.request_slo import NOTHING, RequestSLO
+from ...offload.policy.step_costs import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
 from . import length
 from .names import check_ended

@@ -28,7 +28,7 @@ from torch import nn
 from ...allocator._native import Range
 from ...allocator.errors import ManageError
 from ...offload.policy.plan import Plan, streaming
-from ...offload.residency.layer_parts import StreamedLayer, spans
+from ...offload.residency.ring import StreamedLayer, spans
 from ..weights import capacity, moving
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights

@@ -32,8 +32,7 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Waiting
-from ...offload.residency.layer_parts import LayerPart
-from ...offload.residency.ring import Ring
+from ...offload.residency.ring import LayerPart, Ring
 from ..device.references import THIS, Interpreter
 from ..forward.hook_base import CALL, CallKeywords
 from ..forward.local_layers import LocalLayers

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...allocator.units import format_size
 from ...offload.policy.tuning import DEFAULT, Watching
-from ...offload.timeline.series import COLOURS
+from ...offload.timeline.file import COLOURS
 from .processes import SeenProcess
 from .wording import bar, device_of, sections_of, title_of
 

@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ...allocator._native import Device, Range
 from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.layout import Layout
-from ...offload.residency.backing import Backing
-from ...offload.residency.file_backing import FileBacking, FileBackings, Place
-from ...offload.residency.layer_parts import live
+from ...offload.residency.backing import Backing, FileBacking, FileBackings, Place
 from ...offload.residency.mover import Mover
+from ...offload.residency.ring import live
 from ...offload.residency.weights_file import FileSpan
 from .storages import TensorSpan
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ...allocator.errors import WeightsFileError
-from ...offload.residency.safetensors import TensorEntry
-from ...offload.residency.weights_file import FileSpan, WeightsFile
+from ...offload.residency.weights_file import FileSpan, TensorEntry, WeightsFile
 from ..compat import checkpoint_folder, loaded_names
 from .mapped import file_spans, same
 from .storages import has_bytes, members

@@ -24,8 +24,7 @@ import torch
 
 from ...allocator.errors import WeightsFileChanged, WeightsFileError
 from ...offload.policy.tuning import DEFAULT
-from ...offload.residency.safetensors import LONGEST_HEADER
-from ...offload.residency.weights_file import FileSpan, WeightsFile
+from ...offload.residency.weights_file import LONGEST_HEADER, FileSpan, WeightsFile
 from .storages import TensorMember, has_bytes
 
 _LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ [1-9]\d* +(/(?!memfd:).*)$", re.MULTILINE)

@@ -22,7 +22,7 @@ from ...allocator.errors import DriverError, ManageError, PoolExhausted, Weights
 from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.layout import ALIGNMENT
 from ...offload.policy.tuning import DEFAULT
-from ...offload.residency.file_backing import FileLoader
+from ...offload.residency.backing import FileLoader
 from ...offload.residency.weights_file import FileSpan
 from ..device.streams import torch_device, torch_memory
 from .storages import TensorMember, TensorSpan, has_bytes, spans

@@ -22,9 +22,8 @@ from ...allocator._native import Device, Range
 from ...offload.policy.layout import Block, place
 from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.tuning import DEFAULT, WeightPlans
-from ...offload.residency.file_backing import FileLoader
-from ...offload.residency.layer_parts import LayerPart, live
-from ...offload.residency.ring import Ring
+from ...offload.residency.backing import FileLoader
+from ...offload.residency.ring import LayerPart, Ring, live
 from ..device import streams
 from . import capacity, moving
 from .backings import Files, WeightBackings, is_away

@@ -12,7 +12,7 @@ Note [A new class of tensors]
     group (`Device.group`, `Device.reserve`), which a `Mover` moves to a `Backing` and back (offload/residency). Its
     offers have the rungs of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
     `self.number = governor.add_client(self)`; the client goes when it is collected. Where it is first used within a
-    forward of a managed model it has that model's priority and floor (client_table.py, Note [Whose pages]). Then, on
+    forward of a managed model it has that model's priority and floor (clients.py, Note [Whose pages]). Then, on
     the thread that uses it:
 
     1. It leases its group (`GroupLease`): the core takes nothing that another thread leases.
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 from ...allocator._native import Range
-from ..policy.layer_stream import Way
+from ..policy.kv_pages import Way
 from ..policy.plan import Plan
 from ..policy.reclaim_order import Rung
 from ..record.record import Point

@@ -1,4 +1,19 @@
-"""Decides what a model streams in its next iteration: numbers in, a decision out.
+"""Decides what a model streams in its next iteration: a snapshot of the device's models in (`Situation`), a decision
+out.
+
+Which intervals the models of one link get together (Select-N §4.5) is the ledger's answer (coordinator.py), `settled`.
+
+Note [Whose pages]
+    A model that takes weights back counts with the free pages, but for those that the next tokens need, and with what
+    idle models have in the reclaim list: the core takes that when the free ones are not enough.
+
+Note [Together]
+    On a link one model may have to give up device pages so that another can stream less. So what is best for all
+    together is tried first, as if each could have any plan, and holds if those that grow find their pages in what is
+    free and in what the others give up. Each comes by itself, before its own next iteration: who has to grow waits, as
+    it is, until the others have made room. Where that would not fit, it is decided for one model at a time, with the
+    others as they are: free pages can be promised once. Combinations that use less of the host and would fit are not
+    looked for.
 
 Note [Two reasons to stream]
     Without an SLO layers stream because memory demands it and for nothing else: those that did not fit when the model
@@ -21,19 +36,205 @@ Note [One slot or two]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ...allocator.units import format_time
-from ..policy.coordinator import FIXED, Refusal
-from ..policy.interval import Costs
-from ..policy.plan import Plan, fewest
-from ..policy.remap import activate
+from ..policy.coordinator import FIXED, LinkClient, LinkOption, Refusal, RunningShares, Shares, share, share_running
+from ..policy.plan import Costs, Plan, fewest, fitting, meeting
+from ..policy.remap import Model, activate
 from ..policy.tuning import DEFAULT
-from ..record.record import Point
-from .client_state import ModelState
-from .sharing import settled
-from .situation import Situation
+from ..record.record import Phase, Point
+from .activity import Activity
+from .client import ModelClient
+from .clients import FIRST, ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class Lendable:
+    """Memory that the layers of a model could give: `offered` device pages, as published. Pages copied in each
+    iteration: `copied` now, and `then`, with as many pages fewer as was asked."""
+
+    offered: int
+    copied: int
+    then: int
+
+
+@dataclass(slots=True)
+class Situation:
+    """`states`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark`
+    are for the next tokens; `offered`: pages in the reclaim list by state number; `bandwidth`: of the link, and others'
+    `traffic` on it, bytes per second; `settled`: the shares of the link's models, None once anything has changed;
+    `floors`: device pages that the weights of a model keep for its floor, by state number; `peer_seconds`: to copy a
+    page to the peer; `peer_room`: has the peer free pages?"""
+
+    states: Sequence[ModelState]
+    active: frozenset[int]
+    free: int
+    mark: int
+    offered: Mapping[int, int]
+    page_size: int
+    bandwidth: float | None
+    traffic: float
+    settled: RunningShares | None = None
+    floors: Mapping[int, int] = field(default_factory=dict)
+    peer_seconds: float | None = None
+    peer_room: bool = False
+    short: bool = False  # did a model get fewer pages than it would take?
+
+    @property
+    def page_seconds(self) -> float | None:
+        """Seconds to copy a page."""
+        return None if self.bandwidth is None else self.page_size / self.bandwidth
+
+    @property
+    def leaving_seconds(self) -> float | None:
+        """Seconds to copy a page of KV to where it would go now."""
+        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else self.page_seconds
+
+    @property
+    def spare(self) -> int:
+        """Free pages that weights may take."""
+        return max(0, self.free - self.mark)
+
+    def costs(self, state: ModelState, point: Point) -> tuple[Costs, bool]:
+        """Returns (costs of such an iteration, are they measured)."""
+        return state.costs_at(point, self.page_seconds)
+
+    def expected(self, state: ModelState, point: Point) -> Costs | None:
+        """Returns the usual costs of such an iteration; None where it was not measured."""
+        return state.expected(point, self.page_seconds)
+
+    def standing(self, state: ModelState) -> Plan:
+        """Returns ModelState.standing for the iteration that the model does, or will do when it has work again."""
+        point = state.point if state.number in self.active else None
+        return state.standing(point or state.last["prefill"], self.page_seconds)
+
+    def room(self, state: ModelState) -> int:
+        """Pages with which the model may take weights back. See Note [Whose pages]."""
+        idle = (other.number for other in self.states if other is not state and other.number not in self.active)
+        return self.spare + sum(self.offered.get(number, 0) for number in idle)
+
+    def model(self, state: ModelState) -> Model:
+        """The model as remap.py takes it."""
+        active = state.number in self.active
+        (decode, _), (prefill, _) = (self.costs(state, state.last[phase]) for phase in ("decode", "prefill"))
+        return Model(
+            state.name,
+            self.standing(state),
+            decode,
+            prefill,
+            active,
+            state.model.priority,
+            0.0 if active else state.used,
+            base=state.base,
+            least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
+            slots=state.tuning.slots,
+            mru=state.tuning.mru,
+            capped=state.tuning.capped,
+        )
+
+    def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
+        """Returns the plan that an option of `client` stands for."""
+        return self.standing(state) if option.interval == FIXED else self.costs(state, point)[0].plan(option.interval)
+
+    def client(self, state: ModelState, point: Point, room: int) -> LinkClient:
+        """Returns the model as coordinator.py takes it, with so many pages beside those that it has."""
+        costs, _ = self.costs(state, point)
+        plan = self.standing(state)
+        slo, available = state.slo(point.phase), plan.device_pages + room
+        idle = state.number not in self.active
+        free = state.auto and slo < math.inf and fitting(costs, available) is not None
+        fixed = None if free else plan
+        least = 0 if fixed else _kept(costs, state.model.floor, available)
+        return LinkClient(
+            state.name,
+            costs,
+            self.page_size,
+            slo,
+            available,
+            idle,
+            fixed=fixed,
+            least=least,
+            parts=state.tuning.link_parts,
+        )
+
+    def _least(self, state: ModelState, phase: Phase) -> int:
+        """Device pages that the model's SLO needs: those of the plan that it was given, or would be given alone."""
+        slo = state.slo(phase)
+        if slo == math.inf:
+            return 0
+        if state.lent is not None and state.point == state.last[phase]:
+            return state.lent.device_pages
+        costs, _ = self.costs(state, state.last[phase])
+        interval = _meeting(costs, slo)
+        return costs.plan(costs.none if interval is None else interval).device_pages
+
+
+@lru_cache(maxsize=256)
+def _kept(costs: Costs, floor: int, available: int) -> int:
+    """Device pages that layers keep of a floor, as far as an interval that fits allows."""
+    every = (costs.plan(interval).device_pages for interval in range(1, costs.none + 1)) if floor else ()
+    return min(floor, max((pages for pages in every if pages <= available), default=0))
+
+
+_meeting = lru_cache(maxsize=256)(meeting)
+
+
+def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
+    """Returns the shares of the models on the link. Called between iterations; `state` is about to have one like
+    `point`. See Note [Together]."""
+    assert now.bandwidth is not None
+    points = {member.name: member.point or FIRST["prefill"] for member in now.states} | {state.name: point}
+    clients = [now.client(member, points[member.name], _all(member)) for member in now.states]
+    shares = _together(now, clients, now.room(state))
+    if shares is not None:
+        return RunningShares(shares, {})
+    clients = [
+        now.client(member, points[member.name], now.room(state) if member is state else 0) for member in now.states
+    ]
+    return share_running(clients, now.bandwidth, now.traffic)
+
+
+def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
+    """Returns why a model cannot join those that are there, should they all decode; None where it can. See
+    Governor.admit."""
+    assert now.bandwidth is not None
+    now.active = frozenset(state.number for state in now.states)
+    taken = any(state.name == model.name for state in now.states)
+    new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model, 0)
+    only = model.interval if isinstance(model.interval, int) else None
+    for phase, point in FIRST.items():
+        costs, measured = now.costs(new, point)
+        if new.slo(phase) == math.inf or not measured:
+            continue
+        slo, parts = new.slo(phase), new.tuning.link_parts
+        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts)
+        wide = [now.client(state, state.last["decode"], _all(state)) for state in now.states]
+        if _together(now, [*wide, client], available - now.mark) is not None:
+            continue
+        others = [now.client(state, state.last["decode"], 0) for state in now.states]
+        verdict = share([*others, client], now.bandwidth, now.traffic)
+        if isinstance(verdict, Refusal):
+            return verdict
+    return None
+
+
+def _together(now: Situation, clients: Sequence[LinkClient], room: int) -> Shares | None:
+    """Returns the best shares for all, if `room` beside the pages that they have allows them."""
+    assert now.bandwidth is not None
+    shares = share(clients, now.bandwidth, now.traffic)
+    if isinstance(shares, Refusal):
+        return None
+    has: Mapping[str, int] = {state.name: now.standing(state).device_pages for state in now.states}
+    plans = {client.name: client.plan(shares.options[client.name].interval) for client in clients if not client.idle}
+    takes = sum(plan.device_pages - has.get(name, 0) for name, plan in plans.items())
+    return shares if takes <= room else None
+
+
+def _all(state: ModelState) -> int:
+    return sum(state.model.plan.pages)
 
 
 @dataclass(frozen=True, slots=True)

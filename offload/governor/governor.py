@@ -31,33 +31,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
 from ...allocator._native import Range
 from ...allocator.config import Config
-from ...allocator.events import Events
 from ...allocator.interrupts import Finalizer, Guarded, if_free
 from ..policy.coordinator import Refusal
 from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
-from .activity import StreamMarks
-from .change import ModelChange
+from .candidates import restored_on_use
 from .client import ModelClient, PageClient
-from .client_state import ModelState
-from .decision import StreamDecision, decide, faster
+from .clients import ModelState
+from .decision import Lendable, StreamDecision, admit, decide, faster
+from .device_view import DeviceView
+from .device_view import Surroundings as Surroundings  # a part of the face
 from .kv_read_plan import Streamed
-from .ladder_pulls import LadderPulls
 from .overview import Overview
-from .published import DeviceView
-from .reclaim_list import ReclaimList
-from .repayment import Repayment
-from .restore import restored_on_use
-from .sharing import admit
-from .situation import Lendable
+from .reclaim import LadderPulls, ModelChange, ReclaimList, Repayment
 
 
 class Standing(NamedTuple):
@@ -75,30 +68,22 @@ class Governor:
     def __init__(
         self,
         device: DeviceView,
+        around: Surroundings,
         *,
-        bandwidth: float | None = None,
-        received: Callable[[], int | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        waits: Callable[[], float] = time.monotonic,
         tuning: Tuning = DEFAULT,
         window: float = Config().reserve,
         spill: bool = False,
-        events: Events | None = None,
-        marks: StreamMarks | None = None,
     ) -> None:
-        """`bandwidth`, `received`: see Link. `clock`: seconds, by which all is decided that depends on time. `waits`:
-        the same, by which one thread waits no longer for another. `window`: seconds that a model's reserve outlasts its
-        use. `spill`: may pages of the host stand in where no others are
-        left? `events`: the device's log. `marks`: of its streams, None where operators are complete when they
-        return."""
-        known = Overview(device, clock, tuning, window, events, marks, bandwidth, received, waits)
+        """`window`: seconds that a model's reserve outlasts its use. `spill`: may pages of the host stand in where no
+        others are left?"""
+        known, clock = Overview(device, around, tuning, window), around.clock
         self.tuning: Final = tuning
         self.clock: Final = clock
-        self.waits: Final = waits
+        self.waits: Final = around.waits
         # the same in ns, and where nothing else was said in one call of C
         self.nanoseconds: Final = time.monotonic_ns if clock is time.monotonic else lambda: round(clock() * 1e9)
         self.spill: Final = spill
-        self.marks: Final = marks
+        self.marks: Final = around.marks
         self.events: Final = known.events
         self.pages: Final = known.pages
         self.link: Final = known.link
@@ -225,7 +210,7 @@ class Governor:
 
     def add_client(self, client: PageClient) -> int:
         """Adds a page client until it is collected, and returns its number. Called on the thread that uses it first;
-        see client_table.py, Note [Whose pages]."""
+        see clients.py, Note [Whose pages]."""
         with self._known.lock:
             number = self._known.clients.add_paged(client)
         Finalizer(client, partial(self.remove_client, number))

@@ -1,5 +1,5 @@
 """How a KV cache in use reads its pages on the host: restored, streamed through slots, or read in place. Decided anew
-as pages come and go (layer_stream.py), and arranged between two iterations.
+as pages come and go (kv_pages.py), and arranged between two iterations.
 
 Note [Room for slots]
     Where pages of a cache were taken no page is free, as a rule. So slots are made of what the cache has: some more of
@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING, Final
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
-from ..policy.layer_stream import Choice, LayerReads, Way, choose
+from ..policy.kv_pages import Choice, LayerReads, Way, choose
 from ..policy.tuning import KVReads
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_slots import KVSlots, Slice
-from .activity import StreamMarks
-from .iteration_clock import Intervals
+from .activity import Intervals, StreamMarks
 
 if TYPE_CHECKING:
     from ...allocator._native import Part

@@ -12,21 +12,17 @@ from collections.abc import Sequence
 from threading import Lock
 
 from ...allocator._native import Device, Group, Transfer
-from ..policy.ahead import ahead, window
-from ..policy.peer import mean_seconds
+from ..policy.kv_pages import ahead, mean_seconds, scarce, window, worth_telling
 from ..policy.reclaim_order import Rung
-from ..policy.shortage import scarce, worth_telling
-from ..residency.kv_extent import KVExtent
-from ..residency.kv_extents import KVExtents
-from .governor_api import GovernorApi
-from .kv_client import KVClient
-from .kv_turns import KVTurns
+from ..residency.kv_extent import KVExtent, KVExtents
+from .governor import Governor
+from .kv_client import KVClient, KVTurns
 
 
 class KVTier:
     """The pages of one cache in use. Refers to its ranges weakly."""
 
-    def __init__(self, device: Device, group: Group, governor: GovernorApi, model_name: str = "") -> None:
+    def __init__(self, device: Device, group: Group, governor: Governor, model_name: str = "") -> None:
         """`group`: of all its ranges; `model_name`: of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
         self.last_wait_succeeded = True  # did others give what they lease when they were waited for last?
@@ -133,20 +129,41 @@ class KVTier:
         began, reading = self.governor.clock(), self._reading(self.extents.away)
         extents = [extent for extent in self.extents.all() if extent.away]
         shown = [extent for extent in extents if not extent.alone()]  # the others have no tensors over them by now
-        self.turns.forward, self._arrives = 0, True
-        with self._restoring:
-            back = _restore(extents, pages, shown, self.transfer, stream)
+        back = self.bring_back(extents, pages, shown, stream)
         if back:
             predicted = None if reading is None else back * reading
             self.decided(Rung.RUNNING_KV.label, "revert", back, predicted, self.governor.clock() - began)
             self.governor.client_changed(self.number)
         return back
 
-    def restore_one(self, extent: KVExtent, piece: int, stream: int) -> bool:
-        """Restores this piece of the range, if it is away and there is room. DriverError."""
+    def bring_back(
+        self,
+        extents: Sequence[KVExtent],
+        pages: int,
+        shown: Sequence[KVExtent],
+        stream: int,
+        chosen: Sequence[int] | None = None,
+    ) -> int:
+        """Gives so many pages of `extents` their bytes again, if there is room: of each those of `chosen`, if that is
+        not None; returns how many. `shown`: extents under tensors, which may be read on any stream: the host waits for
+        their copies. DriverError."""
         self.turns.forward, self._arrives = 0, True
+        back = 0
         with self._restoring:
-            return _restore([extent], 1, [extent], self.transfer, stream, (piece,)) > 0
+            try:
+                for extent in extents:
+                    if back < pages:
+                        back += extent.own(pages - back, chosen)
+                for extent in extents:
+                    extent.fetch(self.transfer, stream)
+                for extent in shown:
+                    extent.mover.arrive(None)
+            except BaseException:
+                for extent in extents:
+                    extent.mover.recall()
+                    extent.mover.arrive(None)
+                raise
+        return back
 
     def decided(
         self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
@@ -171,30 +188,3 @@ class KVTier:
         measured."""
         near = self.extents.near
         return mean_seconds(near, away - near, self.governor.link.peer_page_seconds, self.governor.link.page_seconds)
-
-
-def _restore(
-    extents: Sequence[KVExtent],
-    pages: int,
-    shown: Sequence[KVExtent],
-    transfer: Transfer,
-    stream: int,
-    chosen: Sequence[int] | None = None,
-) -> int:
-    """Restores so many pages of `extents`, if there is room: of each those of `chosen`, if that is not None. `shown`:
-    extents under tensors, which may be read on any stream: the host waits for their copies."""
-    back = 0
-    try:
-        for extent in extents:
-            if back < pages:
-                back += extent.own(pages - back, chosen)
-        for extent in extents:
-            extent.fetch(transfer, stream)
-        for extent in shown:
-            extent.mover.arrive(None)
-    except BaseException:
-        for extent in extents:
-            extent.mover.recall()
-            extent.mover.arrive(None)
-        raise
-    return back

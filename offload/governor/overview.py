@@ -1,5 +1,15 @@
 """The governor's state: a device's models, other clients, pages and links, kept up to date.
 
+`Duplicates` is rung 7 of the ladder: layers that other replicas of a model hold as well, which could be dropped
+(KunServe §4.1).
+
+Note [A request, and a plan]
+    To drop layers takes the consent of the controller of the replicas: it knows who else holds them, and whether that
+    would help at all. So no duplicated layer is on the list that the core takes from. A caller that goes down the
+    ladder and finds too little up to rung 6 notes here how many pages are lacking; that is posted as a request, once no
+    lock is held, and frees nothing by itself. The controller's decision comes later, as a plan
+    (hooks/replicas/held_layers.py).
+
 Note [Locks]
     One lock, held while numbers are read, never while a client prepares anything or the core waits for a layer that is
     being taken. `Device.taken`, `publish`, `snapshot`, `page_request` are called under it: they take locks of the core
@@ -15,22 +25,76 @@ from typing import Final
 
 from ...allocator.events import Events
 from ..policy.coordinator import RunningShares
+from ..policy.lending import Lending
 from ..policy.reclaim_order import Candidate, Rung
 from ..policy.tuning import Tuning
 from ..record.record import Point
-from .activity import Progress, StreamMarks
-from .candidates import Held, listed, of_models
+from .activity import Progress
+from .candidates import Back, listed, of_models, plan_restore
 from .client import KEYS_PER_CLIENT, ModelClient
-from .client_state import ModelState
-from .client_table import Clients
-from .decision import StreamDecision
-from .duplicates import Duplicates
-from .lend import Lending
-from .link import HostLink
-from .pages import DevicePages
-from .published import DeviceView, Published
-from .restore import Back, plan_restore
-from .situation import Situation
+from .clients import Clients, Held, ModelState
+from .decision import Situation, StreamDecision
+from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
+
+
+class Duplicates:
+    """Registered droppers of duplicated layers, and pages still requested. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[tuple[Callable[[int], object], Callable[[], int]]] = []
+        self._lacking = 0
+
+    def register(self, wanted: Callable[[int], object], pages: Callable[[], int]) -> Callable[[], None]:
+        """Registers a dropper. `wanted(pages)` is called with requests, on any thread, and returns at once; `pages()`:
+        device pages that a drop would free at most. Returns a function that ends the registration."""
+        entry = wanted, pages
+        with self._lock:
+            self._known.append(entry)
+
+        def withdraw() -> None:
+            with self._lock:
+                if entry in self._known:
+                    self._known.remove(entry)
+
+        return withdraw
+
+    @property
+    def pages(self) -> int:
+        """Device pages that drops would free at most."""
+        with self._lock:
+            known = tuple(self._known)
+        return sum(pages() for _, pages in known)
+
+    @property
+    def known(self) -> bool:
+        """Is any dropper registered?"""
+        return bool(self._known)
+
+    @property
+    def lacking(self) -> int:
+        """Pages noted as short that have not been requested yet."""
+        return self._lacking
+
+    def note_shortage(self, pages: int) -> None:
+        """Notes that so many pages were not found up to rung 6. Callers may hold a lock: `post` comes later."""
+        if pages > 0 and self._known:
+            with self._lock:
+                self._lacking += pages
+
+    def post(self) -> None:
+        """Requests the pages noted as short, if any. The caller holds no lock of the governor's."""
+        if not self._lacking:
+            return
+        with self._lock:
+            pages, self._lacking, known = self._lacking, 0, tuple(self._known)
+        for wanted, _ in known if pages else ():
+            wanted(pages)
+
+    def request_drop(self, pages: int) -> None:
+        """Requests so many pages at once."""
+        self.note_shortage(pages)
+        self.post()
 
 
 class Overview:
@@ -39,31 +103,26 @@ class Overview:
     def __init__(
         self,
         device: DeviceView,
-        clock: Callable[[], float],
+        around: Surroundings,
         tuning: Tuning,
         window: float,
-        events: Events | None,
-        marks: StreamMarks | None,
-        bandwidth: float | None,
-        received: Callable[[], int | None] | None,
-        waits: Callable[[], float],
     ) -> None:
         """The parameters are those of Governor."""
         self.device: Final = device
         self.tuning: Final = tuning
-        self.clock: Final = clock
+        self.clock: Final = around.clock
         self.lock: Final = threading.Lock()
-        self.clients: Final = Clients(tuning.pages.idle, Progress(marks, clock), tuning.weights)
+        self.clients: Final = Clients(tuning.pages.idle, Progress(around.marks, around.clock), tuning.weights)
         self.lending: Final = Lending(window, tuning.loans)
-        self.link: Final = HostLink(device, self.lock, self._link_changed, bandwidth, received, clock, tuning.traffic)
+        self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
         self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
         # pages
-        self.pages: Final = DevicePages(device, tuning.pages, waits)
+        self.pages: Final = DevicePages(device, tuning.pages, around.waits)
         self.list: Final = Published(device)
-        self.events: Final = Events() if events is None else events
+        self.events: Final = Events() if around.events is None else around.events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
         self._refused: int | None = None  # pages so far that operators could not have

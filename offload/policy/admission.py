@@ -1,5 +1,6 @@
-"""Which requests run in the next iteration, and where their KV goes (eLLM §4.4.1, Algorithm 1). Pure: bytes in,
-decisions out.
+"""Which requests run in the next iteration, and where their KV goes (eLLM §4.4.1, Algorithm 1); how much of the host
+new prompts may have for it (§4.4.2, Algorithm 2: `LogicalBuffer`); and when the heap gives back pages that steps do not
+use any more (`IdleHeap`). Pure: bytes in, decisions out.
 
 Note [Algorithm 1]
     Read here: P_T are all bytes that KV and activations may have together: free ones, those that may still be created
@@ -23,11 +24,26 @@ Note [Blocked heads]
     before a prompt that does not fit, but only so often: one that was passed over `patience` times is the last that is
     looked at until it fits. As requests that run end, it does, unless it is larger than all that there can ever be;
     such a one is refused before it waits (`can_ever_run`).
+
+Note [Algorithm 2]
+    Read here: line 4 means min(2 B, B_max). A violation event is three violations within five iterations; a decode
+    step's (TPOT) counts before a first token's (TTFT). The paper begins with 1; here `Serving.buffer` says with how
+    much, as without SLOs nothing is violated, and prompts may have all of the host. After an event counting begins
+    anew, as the next iterations still show what was before it. A smaller buffer evicts nothing: it only admits no
+    request until it is used less.
+
+Note [Pages of a burst]
+    Free pages of the heap stay with it, so that steps need no page call, and it keeps what the largest step took.
+    Layers that were lent come back for free pages alone. So every so many steps what lies idle is compared with what
+    the largest of them needed. Where it is more than twice that, all of it goes, and the next step maps what it takes,
+    once. What steps need is an estimate: what the heap has grown to by the next comparison counts instead where it is
+    more, as long as steps need at least half of what they needed then. So a load that stays costs no second trim.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -128,3 +144,64 @@ def can_ever_run(needed: int, staging: int, most: Memory) -> bool:
     `staging`: of the device, should its KV be on the host; `most`: all that there is then."""
     left = most.total - most.reserve
     return needed <= left or (needed <= most.host and staging <= left)
+
+
+class LogicalBuffer:
+    """The logical buffer of one device: `size` bytes of the `most` that there are. Not thread-safe."""
+
+    def __init__(self, most: int, smallest: int, start: int | None = None, tuning: Serving = DEFAULT.serving) -> None:
+        """`smallest`: bytes that it never goes below, as one page; `start`: by default the smallest."""
+        self._most = most
+        self._smallest = min(smallest, most)
+        self._tuning = tuning
+        self._recent: deque[tuple[bool, bool]] = deque(maxlen=tuning.window)
+        self.size = max(self._smallest, min(most, self._smallest if start is None else start))
+
+    def observe(self, *, tpot: bool, ttft: bool) -> int:
+        """Notes whether an iteration violated either SLO; returns the size from now on."""
+        self._recent.append((tpot, ttft))
+        slow_steps, slow_starts = (sum(kind) for kind in zip(*self._recent, strict=True))
+        if slow_steps >= self._tuning.violations:
+            self.size = max(self.size // self._tuning.factor, self._smallest)
+        elif slow_starts >= self._tuning.violations:
+            self.size = min(self.size * self._tuning.factor, self._most)
+        else:
+            return self.size
+        self._recent.clear()
+        return self.size
+
+    def open(self) -> bool:
+        """Makes it as large as it can be, as nothing runs that it could slow down. Was it smaller?"""
+        before, self.size = self.size, self._most
+        self._recent.clear()
+        return before < self._most
+
+    def usable(self, used: int) -> int:
+        """Returns the bytes that new KV may have beside `used` ones."""
+        return max(0, min(self._most, self.size) - used)
+
+
+class IdleHeap:
+    """Decides for one loop, every `steps` steps, whether its heap gives back idle pages. Sizes in bytes."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = self._left = steps
+        self._largest = 0  # bytes that one of these steps needed
+        self._trimmed = False  # were all pages given back before them?
+        self._grown = 0, 0  # what lay idle after such steps, and what they needed
+
+    def passed(self, needed: int) -> bool:
+        """Notes that a step needed so much. Is it time to ask `gives`?"""
+        self._largest = max(self._largest, needed)
+        self._left -= 1
+        return self._left <= 0
+
+    def gives(self, idle: int, streams: bool) -> bool:
+        """Should the idle pages go? `streams`: do layers stream? Begins the next `steps` steps. See Note [Pages of a
+        burst]."""
+        if self._trimmed:
+            self._grown = idle, self._largest
+        grown, needed = self._grown
+        self._trimmed = streams and idle > 2 * max(self._largest, grown if 2 * self._largest >= needed else 0)
+        self._largest, self._left = 0, self._steps
+        return self._trimmed

@@ -33,8 +33,7 @@ from functools import lru_cache, partial
 from typing import Final, Literal
 
 from ...allocator.units import format_time
-from .interval import Costs
-from .plan import Plan
+from .plan import Costs, Plan
 from .tuning import DEFAULT
 
 FIXED: Final = 0  # in the place of an interval

@@ -1,7 +1,12 @@
-"""Which layers of a model stream, and through which slots: numbers in, a frozen plan out.
+"""Which layers of a model stream, and through which slots: numbers in, a frozen plan out. `Costs` has the interval that
+meets an SLO and fits the memory (Select-N §4.3-4.5).
 
 Layers are given by their pages, so that layers of different sizes (MoE, hybrid) are spread by size and not by count.
 Times are in layers: the mean layer computes in 1 and is copied in `ratio`; each layer's own follow its pages.
+
+An interval i streams the last of every i layers. `NONE` of n layers, n + 1, streams nothing (the paper's infinity). The
+time of an iteration at an interval is that of its schedule, with the compute of the iteration spread over the layers by
+their size.
 
 Note [At most]
     The papers' formulas, and `Plan.steady` with them, count each streamed layer in each pass, in order: what a plan
@@ -9,6 +14,10 @@ Note [At most]
     Note [As submitted]): it chooses the fastest plan, and is what a report predicts. They differ where three layers
     have two slots, no more layers stream than there are slots, or slots do not divide them. In the last case, of layers
     of several sizes, the ring may take a copy's time more.
+
+Note [Errata]
+    The paper's ⌊t_compute·(1 + δ) / t_trans⌋ is about a whole iteration. The interval that streams L_off of L layers is
+    ⌊L / (L_off + 1)⌋ + 1: ⌊L / L_off⌋ streams too many for 22 of 32 values at L = 32.
 """
 
 from __future__ import annotations
@@ -188,3 +197,51 @@ class Same:
 
 
 Rule = Fewest | Interval | Same
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """`pages` of each layer; `seconds` of an iteration with all of them resident; `page_seconds` to copy a page."""
+
+    pages: tuple[int, ...]
+    seconds: float
+    page_seconds: float
+
+    @property
+    def none(self) -> int:
+        """The interval that streams nothing."""
+        return len(self.pages) + 1
+
+    @property
+    def ratio(self) -> Fraction:
+        """Time to copy the mean layer, over its time to compute; to six digits, which is finer than any measurement."""
+        return round(sum(self.pages) * Fraction(self.page_seconds) / Fraction(self.seconds), 6)
+
+    def plan(self, interval: int) -> Plan:
+        """Returns the plan of an interval. ValueError for one below 1."""
+        return Plan(self.pages) if interval >= self.none else at_interval(self.pages, interval)
+
+    def time(self, interval: int) -> float:
+        """Seconds of an iteration at an interval."""
+        return self.of(self.plan(interval))
+
+    def of(self, plan: Plan) -> float:
+        """Seconds of an iteration under any plan for these layers, at most. See plan.py, Note [At most]."""
+        return self._seconds(plan.steady(self.ratio)) if plan.streamed else self.seconds
+
+    def expected(self, plan: Plan) -> float:
+        """Seconds of an iteration under a plan as the ring really copies it. See plan.py, Note [At most]."""
+        return self._seconds(plan.expected(self.ratio)) if plan.copied else self.seconds
+
+    def _seconds(self, pass_: Pass) -> float:
+        return float(pass_.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
+
+
+def meeting(costs: Costs, slo: float) -> int | None:
+    """The smallest interval at which an iteration takes no longer than `slo` seconds; None where none does."""
+    return next((interval for interval in range(1, costs.none + 1) if costs.time(interval) <= slo), None)
+
+
+def fitting(costs: Costs, available: int) -> int | None:
+    """The largest interval whose layers and slots fit `available` device pages; None where none does."""
+    return next((i for i in range(costs.none, 0, -1) if costs.plan(i).device_pages <= available), None)

@@ -14,7 +14,7 @@ Note [Who gives layers]
     Idle models first, of them the one with the lowest priority; of equals the one used last, which in a round of models
     is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
     in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing). So the place
-    of a layer depends on what was given before it. It is found by simulating it layer by layer (layer_order.py), and
+    of a layer depends on what was given before it. It is found by simulating it layer by layer (remap.py), and
     layers keep that order among candidates of one rung and priority that cost the same.
 
 Note [Floors]

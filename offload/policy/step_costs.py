@@ -1,4 +1,5 @@
-"""The cost of a batch's step, learned from steps that ran, and the batch with the most tokens per second. Pure.
+"""The cost of a batch's step, learned from steps that ran, the batch with the most tokens per second, and whether the
+SLOs of requests that are served together can be kept (Select-N §4.5). Pure: times of steps in, decisions out.
 
 Note [A row without sequences]
     Attention that does not know the sequences of a packed row (sdpa and eager in transformers' continuous batching)
@@ -23,6 +24,17 @@ Note [What is remembered]
     The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an
     hour still knows what others took. Errors count relative to the time, so that long steps say no more than short
     ones. No part is negative: of all sets of parts whose least squares are positive the one that fits best counts.
+
+Note [What is promised]
+    `ttft`: seconds from a request's arrival to its first token, of which those that it has waited are gone. `tpot`:
+    seconds of a step in which it decodes, with whatever else is in that step. What a step takes is measured from the
+    beginning of one to that of the next, so that the time that Python takes is part of it: an SLO below that is refused
+    rather than missed. Where nothing has been measured yet nothing is refused.
+
+Note [Who may begin]
+    A request begins where the step of all that decode, and of it, keeps the strictest tpot among them. It waits where
+    it does not, and is refused where it would not even alone, or where its prompt cannot be done any more in the time
+    that is left. A running request is never evicted for a new one.
 """
 
 from __future__ import annotations
@@ -32,11 +44,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
+from itertools import combinations
 from operator import mul
 
 import numpy as np
+from numpy.typing import NDArray
 
-from . import nonnegative
 from .tuning import DEFAULT, Serving
 
 
@@ -179,5 +192,81 @@ def fitted(seen: list[tuple[Step, float]]) -> Parts | None:
     if len(seen) < 4:
         return None
     rows = np.array([_sizes(step) for step, _ in seen], dtype=float)
-    coefficients = nonnegative.fitted(rows, np.array([seconds for _, seconds in seen]))
+    coefficients = least_squares(rows, np.array([seconds for _, seconds in seen]))
     return None if coefficients is None else Parts(*coefficients)
+
+
+def least_squares(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, ...] | None:
+    """Returns the coefficients (one for each column) whose products with `rows` (samples x columns) come closest to
+    `seconds` (samples), errors relative to them: a long sample says no more than a short one. Of all sets of columns
+    whose least squares are positive the one that fits best counts, so few columns only. None where no set has any."""
+    relative = rows / seconds[:, None]
+    scale = np.abs(relative).max(axis=0)
+    known = np.flatnonzero(scale).tolist()
+    scaled, ones = relative / np.where(scale, scale, 1), np.ones(len(seconds))
+    best, least = None, math.inf
+    for count in range(1, len(known) + 1):
+        for chosen in combinations(known, count):
+            coefficients = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)[0]
+            error = float(np.sum((scaled[:, chosen] @ coefficients - ones) ** 2))
+            if (coefficients > 0).all() and error < least * (1 - 1e-9):
+                least, best = error, dict(zip(chosen, coefficients.tolist(), strict=True))
+    if best is None:
+        return None
+    return tuple(best.get(n, 0.0) / (float(scale[n]) or 1.0) for n in range(len(scale)))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSLO:
+    """The SLO of a request, in seconds; None where none is set. `arrived`: by the clock of the scheduler."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """An SLO that cannot be kept, by its name, and the strictest that could be."""
+
+    slo: str
+    asked: float
+    possible: float
+
+    def __str__(self) -> str:
+        return f"{self.slo} of {self.asked:.3g} s cannot be kept; the nearest that can is {self.possible:.3g} s"
+
+
+NOTHING = RequestSLO()
+
+
+def refused(parts: Parts | None, slo: RequestSLO, prompt: int, new: int, batch: int, now: float) -> Nearest | None:
+    """Returns why a waiting request cannot have its SLO, even if it ran alone from now on; None where it can, or that
+    is not known. `prompt`, `new`: its tokens; `batch`: the most tokens of one step."""
+    if parts is None:
+        return None
+    if slo.tpot is not None and (least := parts.seconds(Step(1, prompt + new))) > slo.tpot:
+        return Nearest("tpot", slo.tpot, least)
+    if slo.ttft is not None:
+        least = now - slo.arrived + parts.prefill(prompt, batch)
+        if least > slo.ttft:
+            return Nearest("ttft", slo.ttft, least)
+    return None
+
+
+def may_begin(parts: Parts | None, running: Iterable[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO) -> bool:
+    """May a request begin beside those that run, each with the tokens that it holds when it ends?"""
+    together = [*running, (tokens, slo)]
+    strictest = tightest(asked for _, asked in together).tpot
+    if parts is None or strictest is None:
+        return True
+    step = Step.of((1, held) for held, _ in together)
+    return len(together) == 1 or parts.seconds(step) <= strictest
+
+
+def tightest(slos: Iterable[RequestSLO]) -> RequestSLO:
+    """Returns the strictest of each kind of SLO."""
+    known = list(slos)
+    ttft = min((slo.ttft for slo in known if slo.ttft is not None), default=None)
+    tpot = min((slo.tpot for slo in known if slo.tpot is not None), default=None)
+    return RequestSLO(ttft, tpot)

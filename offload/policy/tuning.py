@@ -16,7 +16,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """When free pages are short, ample, or to spare (governor/pages.py; remap.py, Note [Calm])."""
+    """When free pages are short, ample, or to spare (governor/device_view.py; remap.py, Note [Calm])."""
 
     # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
     spare: int = 32
@@ -41,7 +41,7 @@ class FreePages:
 
 @dataclass(frozen=True, slots=True)
 class WriteBehind:
-    """How much KV is copied to the host ahead of need (governor/reclaim_list.py, Note [What is prepared])."""
+    """How much KV is copied to the host ahead of need (governor/reclaim.py, Note [What is prepared])."""
 
     # 1/8 of the budget is kept clean, so that a cache that grows by less takes pages and copies nothing. Chosen.
     clean: int = 8
@@ -52,7 +52,7 @@ class WriteBehind:
 
 @dataclass(frozen=True, slots=True)
 class Loans:
-    """How models lend each other pages (governor/lend.py, lending.py)."""
+    """How models lend each other pages (offload/policy/lending.py, lending.py)."""
 
     # Seconds between looks whether a reserve can be spared: the window is a minute, so a second is soon enough. Chosen.
     check: float = 1.0
@@ -63,7 +63,7 @@ class Loans:
 
 @dataclass(frozen=True, slots=True)
 class OtherTraffic:
-    """How others' use of the link is watched (governor/traffic.py)."""
+    """How others' use of the link is watched (governor/device_view.py)."""
 
     # Seconds between two looks; one takes 20 ms of a thread of its own. Chosen.
     period: float = 1.0
@@ -116,7 +116,7 @@ class WeightPlans:
 
 @dataclass(frozen=True, slots=True)
 class KVReads:
-    """How KV on the host is read: restored, through slots, or in place (layer_stream.py, governor/kv_read_plan.py)."""
+    """How KV on the host is read: restored, through slots, or in place (kv_pages.py, governor/kv_read_plan.py)."""
 
     # Bytes per second of the link where it was not measured (a cache with no managed model): that of PCIe 4 x16.
     # Assumed (docs/limits.md).
@@ -144,7 +144,7 @@ class KVReads:
 
 @dataclass(frozen=True, slots=True)
 class KVGrowth:
-    """Pages made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
+    """Pages made ready for tokens to come (kv_pages.py, governor/kv_tier.py, hooks/kv)."""
 
     # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1). The core has the same (tuning.h).
     ahead: int = 50_000_000
@@ -165,7 +165,7 @@ class KVGrowth:
 
 @dataclass(frozen=True, slots=True)
 class PeerPages:
-    """When pages leave the peer for the host (peer.py, Note [Room])."""
+    """When pages leave the peer for the host (kv_pages.py, Note [Room])."""
 
     # 1/8 of the peer's pages is free at least, or 1/4 is made free. Chosen, apart so that it is not done all the time.
     low: int = 8
@@ -230,7 +230,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class BlockOdds:
-    """The worth of blocks of a prefix cache (worth.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
+    """The worth of blocks of a prefix cache (prefixes.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
 
     # Keys that are gone and remembered, for each that is stored.
     remembered: int = 4
@@ -271,7 +271,7 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFiles:
-    """How weights are read from files, in bytes at a time (residency/file_backing.py, hooks/weights)."""
+    """How weights are read from files, in bytes at a time (residency/backing.py, hooks/weights)."""
 
     # Registered together: far more than a copy needs to run at the full speed of the link (`LinkMeasure.most`); a layer
     # of 400 MiB is cut six times.
@@ -337,7 +337,7 @@ class Timelines:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Requests that are served together (admission.py, buffer.py, step_costs.py)."""
+    """Requests that are served together (admission.py, admission.py, step_costs.py)."""
 
     # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
     # estimate of its peak. Chosen.
@@ -378,7 +378,7 @@ class Serving:
     # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
     # nginx 60 s), as a request fails that is sent while the server closes its connection. Chosen.
     idle_connection: int = 75
-    # Rounding to pages may take 1/32 of what the weights leave (page_size.py): pages of 256 KiB for the model of the
+    # Rounding to pages may take 1/32 of what the weights leave (layout.py): pages of 256 KiB for the model of the
     # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
     # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.
     rounding: float = 1 / 32

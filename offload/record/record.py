@@ -1,7 +1,7 @@
 """The performance record (Select-N §4.4): how long an iteration takes and how fast the link is, measured once and kept.
 
 Iterations are measured with every layer resident, prefill and decode apart, at powers of two of batch and length. What
-interval meets an SLO follows from that by arithmetic (interval.py), so one record serves every SLO and every budget;
+interval meets an SLO follows from that by arithmetic (plan.py), so one record serves every SLO and every budget;
 the paper's table for one SLO is `intervals`.
 
 Note [Never under]
@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from ..policy.interval import Costs, meeting
+from ..policy.plan import Costs, meeting
 from ..policy.tuning import DEFAULT, Records
 
 Phase = Literal["prefill", "decode", "pieces"]

@@ -1,13 +1,14 @@
-"""A range of KV whose pages may be taken while the cache is in use: which of them are full.
+"""A range of KV whose pages may be taken while the cache is in use: which of them are full, and where those that are
+away lie. A cache has one for each range that its layers lie in (`KVExtents`).
+
+Only full pages may be taken, or go from the peer to the host: what is not full is written to where it is. What becomes
+of each is in pieces.py; what moves it, in mover.py.
 
 Words
     full    all layers of the range have their tokens in the page: appending writes to it no more
     dirty   only the device has its bytes; they are copied when it is taken
     clean   its backing, a page of the peer or the host, has them too
     away    its addresses lead to its backing, or to a slot: it is slower to use, and as valid as ever
-
-Only full pages may be taken, or go from the peer to the host: what is not full is written to where it is. What becomes
-of each is in states.py; what moves it, in mover.py.
 
 Note [Dirty again]
     The forward thread calls `lower`, holding a lease, before it writes to full pages or drops them: their backings give
@@ -18,16 +19,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ...allocator._native import Device, Group, Range, Transfer
 from .backing import FAR, Backing
-from .mover import Mover
-from .pieces import Pieces, runs_of
-from .saving import Runs
+from .mover import Mover, Runs
+from .pieces import PieceEvent, Pieces, PieceState, runs_of
 from .slots import Copies
-from .states import PieceEvent, PieceState
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
@@ -204,3 +205,130 @@ class KVExtent:
         """Demotes pieces that are still full, as `Backing.demote`. The caller holds the lock."""
         saving = self.mover.states[PieceState.SAVING]
         return self.backing.demote(piece for piece in pieces if piece < self.full and piece not in saving)
+
+
+def on_peer(extent: KVExtent) -> int:
+    """The pieces that are away and lie on the peer."""
+    if extent.device.peer is None:
+        return 0
+    shown, pages = extent.range, extent.backing.pages
+    return sum("peer" in (shown.leads_to(n), pages.leads_to(n)) for run in extent.away_runs() for n in range(*run))
+
+
+def coldest(extent: KVExtent) -> list[int]:
+    """The full pieces whose backings lie on the peer and have their bytes: first those that are not read there, then
+    the others, the oldest tokens first."""
+    if extent.device.peer is None:
+        return []
+    away, leaving = extent.away_runs(), extent.backing.leaving
+    clean = extent.mover.states.within(0, extent.full, PieceState.CLEAN)
+    of_away = [piece for first, end in away for piece in range(first, min(end, extent.full))]
+    pieces = [*(piece for run in clean for piece in range(*run)), *of_away]
+    return [piece for piece in pieces if piece not in leaving and extent.backing.pages.leads_to(piece) == "peer"]
+
+
+def by_place(extent: KVExtent, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place in the sequence `pieces`, first, count) of neighbours among those that are away, whose backings lie in one
+    place."""
+    place_of = extent.backing.pages.place
+    for at, first, count in _within(pieces, extent.away_runs()):
+        if extent.device.peer is None:
+            yield at, first, count
+            continue
+        for _, neighbours in groupby(range(first, first + count), place_of):
+            here, *others = neighbours
+            yield at + here - first, here, 1 + len(others)
+
+
+def _within(pieces: Sequence[int], runs: Runs) -> Iterator[tuple[int, int, int]]:
+    """(place in the sequence, first, count) of neighbours in the sequence that follow each other and lie in `runs`."""
+    inside = {piece for first, end in runs for piece in range(first, end)}
+    start = 0
+    for at in range(1, len(pieces) + 1):
+        last = pieces[at - 1]
+        if at == len(pieces) or pieces[at] != last + 1 or (pieces[at] in inside) != (last in inside):
+            if pieces[start] in inside:
+                yield start, pieces[start], at - start
+            start = at
+
+
+class KVExtents:
+    """The extents of a cache, by weak reference: a range goes with its layers. One thread adds; any may ask."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._refs: list[weakref.ref[KVExtent]] = []
+        self._reclaimed = 0  # what the device had reclaimed when it was looked last
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def add(self, extent: KVExtent) -> int:
+        """Adds an extent and returns its number."""
+        self._refs.append(weakref.ref(extent))
+        return len(self._refs) - 1
+
+    def get(self, number: int) -> KVExtent | None:
+        """The extent of that number; None where it is gone."""
+        return self._refs[number]()
+
+    def all(self) -> list[KVExtent]:
+        """The extents that are there, by number."""
+        return [extent for ref in tuple(self._refs) if (extent := ref()) is not None]
+
+    def numbered(self) -> list[tuple[int, KVExtent]]:
+        """The extents that are there, with their numbers."""
+        return [(number, extent) for number, ref in enumerate(tuple(self._refs)) if (extent := ref()) is not None]
+
+    def first(self, numbers: Iterable[int]) -> list[KVExtent]:
+        """The extents with `numbers`, in this order, then the others."""
+        order = dict.fromkeys((*numbers, *range(len(self._refs))))
+        return [extent for number in order if (extent := self.get(number)) is not None]
+
+    def look(self) -> None:
+        """Finds out what was taken, if the core took anything on the device since the last look."""
+        reclaimed = self._device.reclaimed
+        if reclaimed != self._reclaimed:
+            self.look_anew()
+            self._reclaimed = reclaimed
+
+    def look_anew(self) -> None:
+        """Finds out what was taken."""
+        for extent in self.all():
+            extent.look()
+
+    def saved(self) -> bool:
+        """Calls `Saving.saved` for all. The caller holds the cache's lock. DriverError."""
+        return sum([extent.mover.saving.saved() for extent in self.all()]) > 0
+
+    @property
+    def busy(self) -> bool:
+        """Is anything being copied to a backing? See `Saving.busy`."""
+        busy = False
+        for ref in tuple(self._refs):  # in one call, as `away`: this is asked for each token
+            busy |= (extent := ref()) is not None and extent.mover.saving.busy
+        return busy
+
+    @property
+    def lacks_bytes_or_copying(self) -> bool:
+        """Is anything on its way to the device? See `Mover.lacks_bytes_or_copying`."""
+        return True in [extent.mover.lacks_bytes_or_copying for extent in self.all()]
+
+    @property
+    def away(self) -> int:
+        """Pieces that lead to a backing or a slot, as far as known."""
+        pieces = 0
+        for ref in tuple(self._refs):
+            if (extent := ref()) is not None:
+                pieces += extent.mover.away
+        return pieces
+
+    @property
+    def pieces(self) -> int:
+        """Pieces in use that have a page, wherever it is."""
+        return sum([extent.pieces for extent in self.all()])
+
+    @property
+    def near(self) -> int:
+        """Pieces that are away and lie on the peer."""
+        return 0 if self._device.peer is None else sum(map(on_peer, self.all()))

@@ -16,7 +16,7 @@ Note [Its own tail]
 
 Note [Taken]
     An allocation in the middle of an operator takes pages of slots too, as the host has the bytes: the core leads all
-    addresses that lead to a page to their host copies, at once (takeable.h, Note [Buffers]). So a slot may have lost
+    addresses that lead to a page to their host copies, at once (takes.h, Note [Buffers]). So a slot may have lost
     pages whenever a layer enters, and that is looked for before anything is copied. What led there is host-mapped from
     then on. No other thread takes any while the thread that uses the cache leases it.
 """
@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
-from .kv_extent import KVExtent
-from .kv_places import by_place
+from .kv_extent import KVExtent, by_place
+from .pieces import PieceEvent
 from .slots import Copies, Filler, Slot, open_pages
-from .states import PieceEvent
 
 if TYPE_CHECKING:
     from ...allocator._native import Part

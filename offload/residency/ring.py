@@ -1,4 +1,8 @@
-"""The layers of one model that stream: which they are, and the slots that they are read from (slots.py).
+"""The layers of one model that stream, and the slots that they are read from (slots.py).
+
+A layer that stopped streaming stays on the host and is read from a slot of its own, which takes part in no turns. The
+core may take its pages as those of a resident layer, and copies nothing then: the slot's addresses lead to the layer's
+copy on the host.
 
 Words
     resident     a layer's addresses lead to device pages of its own
@@ -25,14 +29,200 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import DriverError
-from .backing import not_now
-from .layer_parts import StreamedLayer, spans
-from .own_slots import OwnSlots, is_taken
-from .shared_slots import SharedSlots
-from .slots import Copies, Filler, Slot
+from .backing import Backing, not_now
+from .mover import Mover
+from .slots import Copies, Filler, Slot, open_pages
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Pieces of one range of a layer: all, or as many as are left; what moves them, and where in the slot they
+    lie, in pages."""
+
+    range: Range
+    mover: Mover
+    offset: int
+    first: int
+    count: int
+
+    @property
+    def backing(self) -> Backing:
+        return self.mover.backing
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedLayer:
+    """A streamed layer: its number in the model, its slot, and its ranges."""
+
+    layer: int
+    slot: int
+    parts: tuple[LayerPart, ...]
+    pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", sum(part.count for part in self.parts))
+
+    @property
+    def whole(self) -> bool:
+        """Are all its pieces still there?"""
+        return all(spans(part) == [(part.first, part.count)] for part in self.parts)
+
+    def leave(self, transfer: Transfer) -> None:
+        """Moves the parts that are not on the host yet to it. ManageError where addresses cannot be exchanged now;
+        DriverError."""
+        for part in self.parts:
+            runs = [run for first, count in spans(part) for run in part.range.runs(first, count) if run[2] != "alias"]
+            here = [piece for first, count, _ in runs for piece in range(first, first + count)]
+            mover = part.mover
+            left = mover.lead(here) if part.backing.ready else mover.evict(here, transfer, None, whole=True)
+            if left < len(here):
+                raise not_now()
+
+    def copies(self, slot: Range) -> Copies:
+        """Returns the copies that bring a layer on the host to the slot."""
+        copies: Copies = []
+        for part in self.parts:
+            to = slot.address + part.offset * (slot.nbytes // slot.pieces)
+            copies += part.mover.backing.copies(part.first, part.count, to)
+        return copies
+
+    @property
+    def hidden(self) -> bool:
+        """Does a part lie in a file, so that its addresses do not show the bytes?"""
+        return any(part.backing.file is not None for part in self.parts)
+
+    def check(self) -> None:
+        """Raises WeightsFileChanged unless the files of its backings are what they were."""
+        for part in self.parts:
+            part.backing.check()
+
+
+def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
+    """(first, count) of the runs of pieces that still lead to a page, those that tensors lie on."""
+    if opened.backed == opened.pieces:
+        return [(first, count)]
+    pieces = groupby(range(first, first + count), lambda piece: opened.leads_to(piece) not in ("none", "retiring"))
+    runs = [list(run) for led, run in pieces if led]
+    return [(run[0], len(run)) for run in runs]
+
+
+def spans(part: LayerPart) -> list[tuple[int, int]]:
+    """The spans of the part; none where its range is gone."""
+    return [] if part.range.closed else live(part.range, part.first, part.count)
+
+
+class SharedSlots:
+    """The shared slots of one model, at first none; their ranges belong to `group`. Not thread-safe."""
+
+    def __init__(self, device: Device, group: Group) -> None:
+        self.slots: list[Slot[int]] = []
+        self._device = device
+        self._group = group
+
+    @property
+    def pages(self) -> int:
+        """Device pages of all shared slots."""
+        return sum(slot.range.pieces for slot in self.slots)
+
+    def open(self, pages: int) -> Range:
+        """Returns a new range with so many device pages. PoolExhausted, DriverError."""
+        return open_pages(self._device, self._group, "weights", pages)
+
+    def make(self, slot_pages: Sequence[int]) -> None:
+        """Makes slots, each as large as wanted. PoolExhausted, DriverError: there may be fewer then."""
+        for index, pages in enumerate(slot_pages):
+            if index == len(self.slots):
+                self.slots.append(Slot(self.open(pages)))
+            elif self.slots[index].range.pieces < pages:
+                slot = self.slots[index]
+                made = self.open(pages)
+                slot.range.close()
+                slot.range, slot.holds = made, None
+
+    def shrink(self, slots: int) -> None:
+        """Closes all but the first so many."""
+        while len(self.slots) > slots:
+            self.slots.pop().range.close()
+
+
+class OwnSlots:
+    """The own slots of one model, at first none. Not thread-safe, but for what may be asked on any thread."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[StreamedLayer, Slot[int]]] = {}
+
+    # -- on any thread
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose slots have their pages, ascending."""
+        slots = self._slots and list(self._slots.items())
+        return tuple(sorted(layer for layer, (_, slot) in slots if not is_taken(slot))) if slots else ()
+
+    @property
+    def pages(self) -> int:
+        """Device pages of all own slots."""
+        return sum(slot.range.pieces for _, slot in list(self._slots.values()) if not is_taken(slot))
+
+    @property
+    def host_pages(self) -> int:
+        """Host pages of these layers."""
+        return sum(part.backing.backed for streamed, _ in list(self._slots.values()) for part in streamed.parts)
+
+    def offer(self, layer: int) -> list[tuple[Range, int, int, Range, int, Copies]]:
+        """The pages of the layer's slot, for `Device.publish`; none where it has none."""
+        if layer not in self._slots:
+            return []
+        streamed, slot = self._slots[layer]
+        offered = []
+        for part in streamed.parts:
+            backing = part.backing
+            sources = backing.copies(part.first, part.count, 0) if backing.file is not None else []
+            offered.append((slot.range, part.offset, part.count, backing.pages, part.first, sources))
+        return offered
+
+    # -- for the ring
+
+    @property
+    def members(self) -> list[tuple[StreamedLayer, Slot[int]]]:
+        """The layers, and their slots."""
+        return list(self._slots.values())
+
+    def get(self, layer: int) -> tuple[StreamedLayer, Slot[int]] | None:
+        """The layer and its slot, None where it has none."""
+        return self._slots.get(layer)
+
+    def add(self, streamed: StreamedLayer, opened: Range) -> None:
+        """Adds a slot of these pages for the layer; it is filled when a pass begins."""
+        self._slots[streamed.layer] = streamed, Slot(opened, [streamed.layer])
+
+    def remove(self, layers: Collection[int] | None = None) -> Iterable[StreamedLayer]:
+        """Closes the slots of these layers, with None of all, and returns those that had one, one after the other. They
+        are on the host."""
+        for layer in self._slots.keys() & (self._slots if layers is None else layers):
+            streamed, slot = self._slots.pop(layer)
+            slot.range.close()
+            for part in streamed.parts:
+                if part.backing.file is not None:  # the core filled host pages from it when it took the slot
+                    part.backing.drop()
+            yield streamed
+
+    def forget(self, layer: int) -> None:
+        """Closes the slot of a layer that is resident again, and its copy on the host."""
+        streamed, slot = self._slots.pop(layer)
+        slot.range.close()
+        for part in streamed.parts:
+            part.backing.close()
+
+
+def is_taken(slot: Slot[int]) -> bool:
+    """Has the core taken the pages of an own slot? Its addresses lead to the host then."""
+    return slot.range.leads_to(0) != "device"
 
 
 class Ring:

@@ -1,20 +1,257 @@
-"""A recording as a file: a trace for Perfetto and Chrome, or a picture; and the recording in a sentence."""
+"""A recording of pages by owner over time, and of decisions; thinned to a limit, told in a sentence, and written to a
+file: a trace for Perfetto and Chrome, or a picture.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from itertools import groupby
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeVar
 
 from ...allocator.errors import ConfigError
+from ...allocator.events import Counts, LoggedEvent
 from ...allocator.units import format_size, format_time
-from . import picture
-from .series import OWNERS, SeriesRecording
+
+OWNERS = ("free", "weights", "activations", "kv", "retiring")
+COLOURS: Final = {  # of owners, from the bottom up where they are stacked
+    "weights": "#3b6fb6",
+    "kv": "#e08a2c",
+    "activations": "#58a55c",
+    "retiring": "#b65a9a",
+    "free": "#d9d9d9",
+}
+
+Row = tuple[int, int, int, int, int, int]  # time in ns (CLOCK_MONOTONIC), then pages of each of OWNERS
+Level = tuple[int, int, int]  # time in ns, bytes of the budget, host pages
+
+
+End = Literal["", "finished", "failed", "cancelled", "refused"]
+
+
+@dataclass(slots=True)
+class RequestSeries:
+    """One request. Times are 0 where there was none: `began`, when it was in a batch first; `first`, when its first
+    token was known. `tokens`: generated; `again`: how often it began anew, or waited after it had begun."""
+
+    loop: str
+    name: str
+    came: int
+    prompt: int
+    began: int = 0
+    first: int = 0
+    ended: int = 0
+    end: End = ""
+    tokens: int = 0
+    again: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Pages of each owner at evenly spaced times. `seconds[i]`, from the start, belongs to `pages[owner][i]`."""
+
+    seconds: tuple[float, ...]
+    pages: dict[str, tuple[int, ...]]
+
+    def in_use(self) -> tuple[int, ...]:
+        """Pages that were not free."""
+        used = (self.pages[owner] for owner in OWNERS if owner != "free")
+        return tuple(map(sum, zip(*used, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesRecording:
+    """A recorded run. Times are ns of CLOCK_MONOTONIC."""
+
+    start: int
+    stop: int
+    began: float  # seconds since the epoch, at `start`
+    page_size: int  # bytes
+    rows: tuple[Row, ...]  # in order of time, the first at `start`
+    levels: tuple[Level, ...]  # one per change, the first at `start`
+    events: tuple[LoggedEvent, ...]  # in order of time
+    counts: Counts  # of all events, by lever and verb, also of those that were not kept
+    missing: int  # events that came and were not kept
+    requests: tuple[RequestSeries, ...] = ()  # of generation loops, in the order in which they came
+    missing_requests: int = 0  # those that came and were not kept
+    batches: Mapping[str, tuple[Level, ...]] = field(default_factory=dict)  # by loop: time, requests, new tokens
+    marks: tuple[tuple[int, str], ...] = ()  # time in ns and name of what began: "manage()", "generate()"
+
+
+def resample(rows: Sequence[Row], start: int, stop: int, points: int) -> Series:
+    """Resamples rows, in order of time, to `points` equal intervals of [start, stop) in ns; before the first row
+    nothing existed.
+
+    Each interval is shown by one row, so that its owners add up to what existed at one moment: of those in force
+    during it, the one with the most pages in use, so that a peak is never lost between two points. ValueError where
+    there is no interval.
+    """
+    if points < 1 or stop <= start:
+        raise ValueError(f"{points} points between {start} and {stop} ns: the end must come after the start")
+    chosen: list[Row] = []
+    in_force: Row = (start, 0, 0, 0, 0, 0)
+    position = 0
+    for point in range(points):
+        end = start + (stop - start) * (point + 1) // points
+        begin = start + (stop - start) * point // points
+        while position < len(rows) and rows[position][0] <= begin:
+            in_force = rows[position]
+            position += 1
+        fullest = in_force
+        while position < len(rows) and rows[position][0] < end:
+            in_force = rows[position]
+            fullest = max(fullest, in_force, key=_in_use)
+            position += 1
+        chosen.append(fullest)
+    return Series(
+        tuple((stop - start) * point / points / 1e9 for point in range(points)),
+        {owner: tuple(row[index] for row in chosen) for index, owner in enumerate(OWNERS, start=1)},
+    )
+
+
+def _in_use(row: Row) -> int:
+    return sum(row[2:])
+
+
+R = TypeVar("R", Row, Level)
+
+
+def thinned(rows: Sequence[R], limit: int) -> list[R]:
+    """Returns no more than half of `limit` of the rows, which are in order of time; all where there are no more than
+    `limit`.
+
+    Of each of some equal intervals there remain the last row, the one with the most pages in use, and for each column
+    the one with the most; and the first of all: so no peak is lost, and at the end of each interval all is as it was.
+    ValueError where the limit is too small for a single interval.
+    """
+    if len(rows) <= limit:
+        return list(rows)
+    columns = range(1, len(rows[0]))
+    intervals = limit // 2 // (len(columns) + 3)
+    if not intervals:
+        raise ValueError(f"{limit} rows are too few to thin to: at least {2 * (len(columns) + 3)}")
+    start, length = rows[0][0], rows[-1][0] - rows[0][0] + 1
+    kept = {0}
+    for _, group in groupby(range(len(rows)), lambda index: (rows[index][0] - start) * intervals // length):
+        within = list(group)
+        kept |= {max(within, key=lambda index: rows[index][column]) for column in columns}
+        kept |= {max(within, key=lambda index: sum(rows[index][2:])), within[-1]}
+    return [rows[index] for index in sorted(kept)]
+
+
+def fewer(events: Sequence[LoggedEvent], limit: int) -> list[LoggedEvent]:
+    """Returns no more than half of `limit` of the events, in their order; all where there are no more than `limit`.
+
+    Each lever and verb keeps as many, or all that it has; of those that are too many the ones with the most pages.
+    """
+    if len(events) <= limit:
+        return list(events)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, event in enumerate(events):
+        groups.setdefault((event.lever, event.verb), []).append(index)
+    kept: list[int] = []
+    room = limit // 2
+    for left, group in zip(range(len(groups), 0, -1), sorted(groups.values(), key=len), strict=True):
+        chosen = sorted(group, key=lambda index: events[index].pages, reverse=True)[: room // left]
+        kept += chosen
+        room -= len(chosen)
+    return [events[index] for index in sorted(kept)]
+
+
+PICTURES: Final = (".svg", ".png")
+_NAMES: Final = {"kv": "KV cache", "retiring": "retiring (waits for what still uses it)", "free": "free, kept"}
+
+
+def check_picture(path: str | Path) -> None:
+    """Raises ConfigError where a picture could not be drawn to `path`, before any long work."""
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        raise ConfigError(f"{path} has none of the suffixes of a picture: {', '.join(PICTURES)}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("drawing a picture needs matplotlib: pip install 'ballonet[demo]'")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no such folder")
+
+
+@contextmanager
+def picture(path: str | Path) -> Iterator[Any]:
+    """Yields axes, and at the end writes what was drawn on them to `path`. ConfigError where that cannot be."""
+    check_picture(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    try:
+        yield axes
+        axes.set_ylim(bottom=0)
+        figure.tight_layout()
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def draw_curve(
+    path: str | Path, points: Sequence[tuple[int, float]], title: str, asked: int, slo: float | None = None
+) -> None:
+    """Draws time per token against the budget to `path`. `points`: (bytes of budget, seconds per token); `asked`: the
+    budget in question; `slo`: seconds. ConfigError."""
+    with picture(path) as axes:
+        axes.plot([size / 2**30 for size, _ in points], [1e3 * seconds for _, seconds in points], color="#3b6fb6")
+        axes.axvline(asked / 2**30, color="#e08a2c", label="the budget that was asked about")
+        if slo is not None:
+            axes.axhline(1e3 * slo, color="#404040", linestyle="--", label="the SLO")
+        axes.set(xlabel="budget, GiB", ylabel="ms per token", title=title)
+        axes.legend()
+
+
+def draw_recording(path: str | Path, recording: SeriesRecording) -> None:
+    """Draws pages by owner under the line of the budget to `path`. ConfigError."""
+    with picture(path) as axes:
+        span = recording.start, recording.stop
+        draw_pages(axes, recording.rows, recording.levels, recording.marks, span, recording.page_size)
+        axes.set(xlabel="seconds", ylabel="MiB")
+        axes.legend(loc="upper right")
+
+
+def draw_pages(
+    axes: Any,
+    rows: Sequence[Row],
+    levels: Sequence[Level],
+    marks: Sequence[tuple[int, str]],
+    span: tuple[int, int],
+    page_size: int,
+) -> None:
+    """Draws pages by owner in MiB on axes, the budget as a line above them and a line for each mark. `span`: first and
+    last ns; the others: see SeriesRecording."""
+    start, stop = span
+
+    def seconds(when: int) -> float:
+        return (when - start) / 1e9
+
+    series = resample(rows, start, stop, points=600)
+    stacks = [[count * page_size / 2**20 for count in series.pages[owner]] for owner in COLOURS]
+    labels = [_NAMES.get(owner, owner) for owner in COLOURS]
+    axes.stackplot(series.seconds, stacks, labels=labels, colors=list(COLOURS.values()), step="post")
+    times = [*(seconds(level[0]) for level in levels), seconds(stop)]
+    budgets = [*(level[1] / 2**20 for level in levels), levels[-1][1] / 2**20]
+    axes.step(times, budgets, where="post", color="black", linestyle="--", label="budget")
+    for when, name in marks:
+        axes.axvline(seconds(when), color="#555555", linewidth=0.8)
+        place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -4), "textcoords": "offset points"}
+        axes.annotate(name, (seconds(when), 1), va="top", fontsize="small", **place)
+    axes.set_xlim(0, seconds(stop))
+
 
 SUFFIXES: Final = (".json", ".png")
 VIEWER: Final = "https://ui.perfetto.dev"
@@ -73,7 +310,7 @@ def check(path: str) -> None:
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ConfigError(f"the timeline cannot be written to {path}: name a file in a folder that you may write to")
     if is_picture(path):
-        picture.check(path)
+        check_picture(path)
 
 
 def is_picture(path: str) -> bool:
@@ -84,7 +321,7 @@ def is_picture(path: str) -> bool:
 def write(recording: SeriesRecording, path: str) -> None:
     """Writes the recording as the suffix says. OSError, ConfigError."""
     if is_picture(path):
-        picture.draw_recording(path, recording)
+        draw_recording(path, recording)
     else:
         put(as_trace(recording), path)
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from .file import is_picture, put
-from .picture import picture
+from .file import is_picture, picture, put
 
 REQUESTS: Final = "requests"
 

@@ -59,7 +59,7 @@ from .allocator.errors import (
 
 if TYPE_CHECKING:
     from . import metrics
-    from .allocator.budget import set_budget
+    from .allocator.devices import set_budget
     from .allocator.install import allocator, install, restore
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
@@ -108,7 +108,7 @@ _HOMES = {
     "manage": "hooks.manage",
     "plan": "hooks.plan.planner",
     "restore": "allocator.install",
-    "set_budget": "allocator.budget",
+    "set_budget": "allocator.devices",
     "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ballonet.allocator.preflight.cuda import ATTRIBUTES, DEVICE, HOST, Cuda
-from ballonet.allocator.preflight.measure import median_time, sizes
+from ballonet.allocator.preflight.driver_probes import median_time, sizes
 from ballonet.allocator.preflight.torch_probes import opened, place
 
 pytestmark = [

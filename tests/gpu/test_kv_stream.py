@@ -15,7 +15,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.policy.layer_stream import Choice, Way
+from ballonet.offload.policy.kv_pages import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
 from ballonet.testing.movable import MovableKV
 

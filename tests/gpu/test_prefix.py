@@ -17,7 +17,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.prefix import saving
-from ballonet.offload.residency.prefix_file import Saved
+from ballonet.offload.residency.prefix_files import Saved
 
 from .. import models
 from .scene import Captured, Place, everywhere, play, scene

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.lend import Lending
-from ballonet.offload.governor.reclaim_list import ReclaimList
+from ballonet.offload.governor.reclaim import ReclaimList
+from ballonet.offload.policy.lending import Lending
 
 from .. import models
 from .scene import Lane, Place, scene

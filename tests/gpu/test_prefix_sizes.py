@@ -11,7 +11,7 @@ import torch
 
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.policy.layer_stream import split
+from ballonet.offload.policy.kv_pages import split
 from ballonet.offload.policy.lending import Unit, block_bytes, unit
 
 from .scene import Place, scene

@@ -15,7 +15,7 @@ from ballonet.allocator.errors import DriverError, WeightsFileChanged
 from ballonet.hooks.device.streams import stream_of
 from ballonet.hooks.weights import files as weights_files
 from ballonet.offload.policy.layout import ALIGNMENT
-from ballonet.offload.residency.file_backing import FileBackings
+from ballonet.offload.residency.backing import FileBackings
 from ballonet.offload.residency.weights_file import WeightsFile
 
 from .. import weights

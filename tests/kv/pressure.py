@@ -21,14 +21,14 @@ from ballonet.hooks.kv import pages as kv_pages
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange
-from ballonet.offload.governor import kv_client, kv_offers, kv_saving, kv_tier, kv_turns
+from ballonet.offload.governor import kv_client, kv_tier
 from ballonet.offload.governor.kv_tier import KVTier
-from ballonet.offload.policy.layer_stream import Choice, Way
-from ballonet.offload.residency import kv_extent, kv_extents, mover, saving
+from ballonet.offload.policy.kv_pages import Choice, Way
+from ballonet.offload.residency import kv_extent, mover
 from ballonet.testing.movable import MovableKV
 
 # the modules between whose lines Ctrl-C may come while pages of a cache move
-STEPS = (kv_pages, kv_range, kv_tier, kv_client, kv_offers, kv_saving, kv_turns, kv_extent, kv_extents, mover, saving)
+STEPS = (kv_pages, kv_range, kv_tier, kv_client, kv_extent, mover)
 POISON = 0xFF  # of what nobody may read: not a number, in every type
 
 

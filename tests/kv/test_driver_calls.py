@@ -13,7 +13,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.policy.kv_pages import Way
 
 from .. import models
 from ..caches import installed

@@ -18,7 +18,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.offload.policy.peer import Near, lacking, leaving, mean_seconds
+from ballonet.offload.policy.kv_pages import Near, lacking, leaving, mean_seconds
 from ballonet.offload.policy.tuning import PeerPages
 from ballonet.offload.record import link
 

@@ -15,7 +15,7 @@ from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.policy.kv_pages import Way
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..counting import each_call

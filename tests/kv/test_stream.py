@@ -21,10 +21,10 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.sequence import CachedSequence, Gone
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.client import KEYS_PER_CLIENT as KEYS
-from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.policy.kv_pages import Way
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
-from ballonet.offload.residency.states import PieceState
+from ballonet.offload.residency.pieces import PieceState
 
 from ..test_kv import tokens
 from ..threads import elsewhere

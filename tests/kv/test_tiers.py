@@ -22,7 +22,7 @@ from ballonet.hooks.kv import find_pages
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_client
-from ballonet.offload.policy.ahead import ahead, window
+from ballonet.offload.policy.kv_pages import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing.movable import MovableKV
 

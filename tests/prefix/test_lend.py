@@ -24,9 +24,8 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.lend import Lent
-from ballonet.offload.governor.repayment import Repayment
-from ballonet.offload.policy.lending import unit_within
+from ballonet.offload.governor.reclaim import Repayment
+from ballonet.offload.policy.lending import Lent, unit_within
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build

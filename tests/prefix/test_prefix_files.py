@@ -21,10 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from ballonet.offload.policy.stored import Stored, StoredPart, before, leaving
-from ballonet.offload.residency import prefix_file, prefix_files
-from ballonet.offload.residency.prefix_file import Array, OtherFormat, PrefixDamaged
-from ballonet.offload.residency.prefix_files import PrefixFiles
+from ballonet.offload.policy.prefixes import Stored, StoredPart, before, leaving
+from ballonet.offload.residency import prefix_files
+from ballonet.offload.residency.prefix_files import Array, OtherFormat, PrefixDamaged, PrefixFiles
 
 pytestmark = pytest.mark.chaos
 
@@ -48,14 +47,14 @@ def run(first: int, blocks: int = 1, nbytes: int = 64) -> tuple[list[bytes], lis
     return [key(n) for n in numbers], ids, {"0.keys": array(first, nbytes), "0.values": array(first + 1000, nbytes)}
 
 
-def same(found: prefix_file.Saved | None, first: int, blocks: int = 1, nbytes: int = 64) -> bool:
+def same(found: prefix_files.Saved | None, first: int, blocks: int = 1, nbytes: int = 64) -> bool:
     keys, ids, tensors = run(first, blocks, nbytes)
     assert found is not None
     wanted = {name: (tensor.dtype, tensor.shape, tensor.data.tobytes()) for name, tensor in tensors.items()}
     return (found.part.keys, list(found.ids), arrays(found)) == (tuple(keys), ids, wanted)
 
 
-def arrays(found: prefix_file.Saved) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def arrays(found: prefix_files.Saved) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in found.tensors.items()}
 
 
@@ -122,7 +121,7 @@ def test_a_file_is_one_that_safetensors_reads_with_the_header_that_is_documented
 
 
 def test_the_bytes_go_where_the_caller_wants_them(files: PrefixFiles) -> None:
-    large = prefix_file.PIECE + 17 * 2
+    large = prefix_files.PIECE + 17 * 2
     assert files.save(*run(0, nbytes=large))
     memory = {name: np.zeros(large, np.uint8) for name in ("0.keys", "0.values")}
 
@@ -160,7 +159,7 @@ def test_another_salt_has_other_files(files: PrefixFiles) -> None:
 
 
 def test_what_another_version_wrote_is_left_alone(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_file, "FORMAT", "ballonet prefix 999")
+    monkeypatch.setattr(prefix_files, "FORMAT", "ballonet prefix 999")
     assert files.save(*run(0))
     monkeypatch.undo()
     fresh = PrefixFiles(files.directory, None, SALT)
@@ -174,7 +173,7 @@ def test_what_another_version_wrote_is_left_alone(files: PrefixFiles, monkeypatc
 @pytest.mark.parametrize(
     ("keys", "tensors", "says"),
     [
-        ([key(0)], {prefix_file.IDS: array(0, 8)}, "no tensor may be called"),
+        ([key(0)], {prefix_files.IDS: array(0, 8)}, "no tensor may be called"),
         ([key(0)], {"__metadata__": array(0, 8)}, "no tensor may be called"),
         ([key(0)], {"a": Array("BF16", (4,), memoryview(bytearray(9)))}, "the bytes 8 to 17"),
         ([], {}, "there have to be keys"),
@@ -202,7 +201,7 @@ def whole(nbytes: int = 24) -> bytes:
     part = StoredPart(SALT, b"", (key(0), key(1)))
     fd = os.memfd_create("prefix")
     try:
-        prefix_file.write(fd, prefix_file.packed(part, range(2 * BLOCK), run(0, nbytes=nbytes)[2]))
+        prefix_files.write(fd, prefix_files.packed(part, range(2 * BLOCK), run(0, nbytes=nbytes)[2]))
         return os.pread(fd, 2**20, 0)
     finally:
         os.close(fd)
@@ -213,7 +212,7 @@ def content(data: bytes) -> tuple[object, ...] | None:
     fd = os.memfd_create("prefix")
     try:
         os.pwrite(fd, data, 0)
-        entry = prefix_file.read("", fd)
+        entry = prefix_files.read("", fd)
         return entry.part, list(entry.ids), arrays(entry)
     except (PrefixDamaged, OtherFormat):
         return None
@@ -222,7 +221,7 @@ def content(data: bytes) -> tuple[object, ...] | None:
 
 
 def test_a_file_that_is_cut_or_has_any_bit_flipped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_file, "PIECE", 160)  # several of them
+    monkeypatch.setattr(prefix_files, "PIECE", 160)  # several of them
     data = whole()
     assert content(data) is not None
     assert all(content(data[:length]) is None for length in range(len(data)))
@@ -322,7 +321,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from ballonet.offload.residency import prefix_files
-from ballonet.offload.residency.prefix_file import Array
+from ballonet.offload.residency.prefix_files import Array
 folder, steps = Path(sys.argv[1]), ("open", "pwrite", "fsync", "replace", "utime", "unlink", "close", "fstat")
 real = {step: getattr(os, step) for step in steps}
 
@@ -492,7 +491,7 @@ def test_a_disk_that_fails_is_said_once(files: PrefixFiles, monkeypatch: pytest.
 # -- more than one at once
 
 
-@pytest.mark.parametrize(("when", "found"), [((prefix_files, "_opened"), False), ((prefix_file, "read"), True)])
+@pytest.mark.parametrize(("when", "found"), [((prefix_files, "_opened"), False), ((prefix_files, "read"), True)])
 def test_a_file_that_vanishes_is_a_miss(
     files: PrefixFiles, monkeypatch: pytest.MonkeyPatch, when: tuple[Any, str], found: bool
 ) -> None:
@@ -531,14 +530,14 @@ def test_the_limit_is_kept_where_another_writes_meanwhile(tmp_path: Path, monkey
     one = size_of_one(tmp_path)
     files, other = (PrefixFiles(tmp_path / "shared", 2 * one, SALT) for _ in range(2))
     assert files.save(*run(0))
-    real, turns = prefix_file.write, iter([True])
+    real, turns = prefix_files.write, iter([True])
 
     def both(fd: int, packing: Any) -> None:
         if next(turns, False):
             assert other.save(*run(1))
         real(fd, packing)
 
-    monkeypatch.setattr(prefix_file, "write", both)
+    monkeypatch.setattr(prefix_files, "write", both)
     assert files.save(*run(2))
     assert files.keys() == {key(1), key(2)}
 

@@ -24,8 +24,8 @@ from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.identity import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.policy.stored import Reading, reading
-from ballonet.offload.residency import prefix_file
+from ballonet.offload.policy.prefixes import Reading, reading
+from ballonet.offload.residency import prefix_files
 from ballonet.offload.residency.prefix_files import PrefixFiles
 
 from .. import models, programs
@@ -146,7 +146,7 @@ def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
         for turn in range(3):
             said = say(model, said) + FIRST[: BLOCK + turn]
             assert store.flush(60)
-    held = [prefix_file.read_part("", os.open(path, os.O_RDONLY)) for path in files_of(tmp_path)]
+    held = [prefix_files.read_part("", os.open(path, os.O_RDONLY)) for path in files_of(tmp_path)]
     keys = [key for part in held for key in part.keys]
     assert len(keys) == len(set(keys)) == (len(said) - BLOCK) // BLOCK
     assert max(len(part.keys) for part in held) == 2
@@ -213,7 +213,7 @@ def test_damage_and_a_full_disk_are_misses(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prefix_file, "write", full)
+    monkeypatch.setattr(prefix_files, "write", full)
     with talking(model, tmp_path) as store, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert say(model, FIRST) == wanted
@@ -227,14 +227,14 @@ def test_damage_and_a_full_disk_are_misses(tmp_path: Path, monkeypatch: pytest.M
 def test_requests_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built()
     begun, go_on = threading.Event(), threading.Event()
-    real = prefix_file.write
+    real = prefix_files.write
 
     def slow(*given: Any) -> None:
         begun.set()
         assert go_on.wait(600)
         real(*given)
 
-    monkeypatch.setattr(prefix_file, "write", slow)
+    monkeypatch.setattr(prefix_files, "write", slow)
     with talking(model, tmp_path) as store:
         tokens = say(model, FIRST)
         assert begun.wait(600)
@@ -318,10 +318,10 @@ import sys, threading
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
 from ballonet.hooks.prefix import saving
-from ballonet.offload.residency import prefix_file
-prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
-flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
-prefix_file.write = lambda *given: (flushed.wait(), write(*given))[1]
+from ballonet.offload.residency import prefix_files
+prefix_files.PIECE = 1000  # as many as there are of a large model: several threads write
+flushed, write, flush = threading.Event(), prefix_files.write, saving.Saver.flush
+prefix_files.write = lambda *given: (flushed.wait(), write(*given))[1]
 saving.Saver.flush = lambda *given: (flushed.set(), flush(*given))[1]
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 torch.manual_seed(0)
@@ -334,20 +334,20 @@ print(tokens[0].tolist())
 
 def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing begins only once it is waited for."""
-    flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
+    flushed, write, flush = threading.Event(), prefix_files.write, saving.Saver.flush
 
     def late(*given: Any) -> None:
         assert flushed.wait(600)
         write(*given)
 
-    monkeypatch.setattr(prefix_file, "write", late)
+    monkeypatch.setattr(prefix_files, "write", late)
     monkeypatch.setattr(saving.Saver, "flush", lambda *given: (flushed.set(), flush(*given))[1])
     with talking(model := built(), tmp_path):
         say(model, FIRST)
         say(model, [5, *FIRST])
         assert not flushed.is_set()
     flushed.set()
-    assert sum(len(prefix_file.read_part("", os.open(path, os.O_RDONLY)).keys) for path in files_of(tmp_path)) == 4
+    assert sum(len(prefix_files.read_part("", os.open(path, os.O_RDONLY)).keys) for path in files_of(tmp_path)) == 4
 
 
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.stage import Stage
 from ballonet.hooks.server.tenants import asked_slo
 from ballonet.offload.policy.replicas.groups import alone
-from ballonet.offload.policy.request_slo import NOTHING, RequestSLO
-from ballonet.offload.policy.step_costs import Parts
+from ballonet.offload.policy.step_costs import NOTHING, Parts, RequestSLO
 
 from ..models import build
 from ..serving.batches import prompts

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ballonet.offload.governor.duplicates import Duplicates
+from ballonet.offload.governor.overview import Duplicates
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
 from ballonet.testing.levers import levers
 

@@ -25,8 +25,7 @@ from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.batching.scheduler import ElasticScheduler
-from ballonet.offload.policy.request_slo import RequestSLO
-from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
+from ballonet.offload.policy.step_costs import Parts, RequestSLO, Step, StepCosts
 
 from ..core import PAGE_CALLS
 from ..models import build

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ballonet.offload.policy.idle_heap import IdleHeap
+from ballonet.offload.policy.admission import IdleHeap
 
 STEPS = 4
 

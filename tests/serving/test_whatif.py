@@ -19,8 +19,7 @@ from ballonet.hooks.plan.machine import Machine, MachineSizes, Tenant, dealt
 from ballonet.hooks.plan.policies import POLICIES, default, named
 from ballonet.hooks.plan.run import run
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.plan import fewest
+from ballonet.offload.policy.plan import Costs, fewest
 from ballonet.offload.policy.step_costs import Parts, Step
 
 from ..models import build

@@ -23,7 +23,7 @@ STANDIN = CSRC / "standin"
 BUILD = ROOT / "build" / "simgpu"
 LIB = BUILD / "lib"
 # of the stand-in: its memory, which this device shares
-MEMORY = ["cushion", "extents", "mappings", "memory", "ram", "refusal", "registered", "results", "visible"]
+MEMORY = ["extents", "mappings", "memory", "registered", "results"]
 CXX = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 INCLUDE = [f"-I{path}" for path in (HERE / "device", STANDIN, CSRC)]

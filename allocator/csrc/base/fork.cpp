@@ -10,6 +10,7 @@
 #include "base/errors.h"
 
 namespace ballonet {
+
 namespace {
 
 std::mutex g_held_mutex;

@@ -23,14 +23,14 @@ constexpr int kWaitsForPages = 3;
 // Bytes. The stand-in is told of idle blocks of this size and more: smaller ones are copied faster than told. Chosen.
 constexpr std::uint64_t kIdleTold = 4096;
 
-// Pages that are mapped before they are needed (ahead.h).
+// Pages that are mapped before they are needed (mapper.h).
 
 // Bytes in all; eLLM §5.1 has 50 MB. The same as KVGrowth.ahead of offload/policy/tuning.py.
 constexpr std::size_t kAheadBytes = 50'000'000;
 // Requests that wait for the background; more are dropped, as what is mapped late is only slower. Chosen.
 constexpr std::size_t kAheadRequests = 4096;
 
-// Streams (streams.h) and heaps (heap_addresses.h) that are found without a lock. Chosen: more than programs have.
+// Streams (streams.h) and heaps (arenas.h) that are found without a lock. Chosen: more than programs have.
 
 constexpr std::size_t kQuickStreams = 64;
 constexpr std::size_t kHeapRanges = 4096;
@@ -56,7 +56,7 @@ constexpr int kInterrupted = 100;  // in Python, where it raises what is not, as
 
 constexpr std::size_t kTakenKept = 1 << 12;            // entries that were taken (reclaim.h)
 constexpr std::size_t kEventsKept = 1 << 13;           // events.h
-constexpr std::size_t kSamplesKept = 1 << 16;          // numbers of pages over time (journal.h)
+constexpr std::size_t kSamplesKept = 1 << 16;          // numbers of pages over time (events.h)
 constexpr std::int64_t kSampleNs = 50 * kMicrosecond;  // changes closer together are one sample, the last
 
 }  // namespace ballonet::tuning

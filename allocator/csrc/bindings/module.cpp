@@ -3,6 +3,31 @@
 #include "device/replay.h"
 
 namespace ballonet {
+
+Owner owner_named(const std::string& name) {
+  if (name == "weights") return Owner::kWeights;
+  if (name == "activations") return Owner::kActivations;
+  if (name == "kv") return Owner::kKv;
+  throw UsageError("an owner is 'weights', 'activations' or 'kv', not '" + name + "'");
+}
+
+Place place_named(const std::string& name) {
+  if (name == "device") return Place::kDevice;
+  if (name == "host") return Place::kHost;
+  if (name == "peer") return Place::kPeer;
+  throw UsageError("a place is 'device', 'host' or 'peer', not '" + name + "'");
+}
+
+const char* name_of(Place place) {
+  constexpr const char* kNames[] = {"device", "host", "peer"};
+  return kNames[static_cast<unsigned>(place)];
+}
+
+const char* name_of(Owner owner) {
+  constexpr const char* kNames[] = {"free", "weights", "activations", "kv", "retiring"};
+  return kNames[static_cast<unsigned>(owner)];
+}
+
 namespace {
 
 void translate(std::exception_ptr thrown) {
@@ -87,6 +112,7 @@ py::dict replayed(Device& device, const py::bytes& ops) {
 }
 
 }  // namespace
+
 }  // namespace ballonet
 
 PYBIND11_MODULE(_native, module) {
@@ -107,6 +133,5 @@ PYBIND11_MODULE(_native, module) {
     for (const auto& [name, address] : plain_entry_points()) points[name] = address;
     return points;
   });
-  module.def("bench_hit_path", &time_hit_path, py::arg("device"), py::arg("nbytes"), py::arg("rounds"), ReleaseGil());
   module.def("replay", &replayed, py::arg("device"), py::arg("ops"));
 }

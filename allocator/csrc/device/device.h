@@ -55,7 +55,7 @@ class Device {
   void set_fraction(double fraction);
   double fraction();
 
-  // In torch's words: see Note [What the numbers mean here] in device_stats.cpp.
+  // In torch's words: see Note [What the numbers mean here] in device.cpp.
   BallonetStats stats();
   void reset_peaks();
   void reset_accumulated();

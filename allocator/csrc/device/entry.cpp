@@ -2,11 +2,11 @@
 // which need nothing of torch. Nothing thrown leaves the table.
 #include "torch/entry.h"
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "device/contract.h"
 #include "device/registry.h"
 
 namespace ballonet {
@@ -30,8 +30,7 @@ std::string broken(const DriverError& error) {
       error.name.c_str(), static_cast<int>(error.code), error.function.c_str());
 }
 
-}  // namespace
-
+// Keeps a failure for `last_error` and returns its code. Pre: in a catch block.
 int keep_failure() {
   try {
     throw;
@@ -44,8 +43,6 @@ int keep_failure() {
     return fail(BALLONET_FAILED, error.what());
   }
 }
-
-namespace {
 
 int allocate(std::size_t size, int device, void* stream, void** out) {
   try {
@@ -137,6 +134,94 @@ void* plain_base_allocation(void*, std::size_t*) {
 template <class Function>
 std::pair<const char*, std::uintptr_t> entry(const char* name, Function* function) {
   return {name, reinterpret_cast<std::uintptr_t>(function)};
+}
+
+// -- what only the whole contract of a CUDA allocator of torch's needs. What can fail says so by its code and keeps why
+// for `last_error`, as in entry.h; each function takes the locks of the core that it needs.
+
+// Throws UsageError where none is bound.
+Device& served(int ordinal) {
+  if (Device* device = bound_device(ordinal)) return *device;
+  throw UsageError("ballonet serves no such device");
+}
+
+// What `act` returns, or `none` where no device is bound to the ordinal.
+template <class Result, class Act>
+Result if_bound(int ordinal, Result none, Act act) {
+  Device* device = bound_device(ordinal);
+  return device == nullptr ? none : act(*device);
+}
+
+// Runs what may throw: 0, or the code of the failure.
+template <class Act>
+int attempt(Act act) {
+  try {
+    act();
+    return 0;
+  } catch (...) {
+    return keep_failure();
+  }
+}
+
+void fill_contract(BallonetCore& table) {
+  table.hold_pool = [](int ordinal, BallonetPool pool) {
+    if (Device* device = bound_device(ordinal)) device->heap.pools.hold(pool);
+  };
+  table.pool_users = [](int ordinal, BallonetPool pool) {
+    return if_bound(ordinal, 0, [&](Device& device) { return static_cast<int>(device.heap.pools.users(pool)); });
+  };
+  table.set_use_on_oom = [](int ordinal, BallonetPool pool, bool use) {
+    if (Device* device = bound_device(ordinal)) device->heap.pools.set_use_on_oom(pool, use);
+  };
+  table.checkpoint = [](int ordinal, BallonetPool pool) -> const void* {
+    const Checkpoint* state = nullptr;
+    attempt([&] { state = new Checkpoint(served(ordinal).heap.checkpoints.take(pool)); });
+    return state;
+  };
+  table.forget_checkpoint = [](const void* state) { delete static_cast<const Checkpoint*>(state); };
+  table.restore_checkpoint = [](int ordinal, const void* state, void* context, void (*freed)(void*, void*),
+                                void (*created)(void*, void*)) {
+    return attempt([&] {
+      const auto restored = served(ordinal).heap.checkpoints.restore(*static_cast<const Checkpoint*>(state));
+      for (void* block : restored.freed) freed(context, block);
+      for (void* block : restored.created) created(context, block);
+    });
+  };
+  table.find = [](const void* pointer, BallonetBlock* out) {
+    Heap* heap = heap_of(pointer);
+    return heap != nullptr && heap->snapshot.find(pointer, *out);
+  };
+  table.segments = [](int ordinal, void* context, void (*each)(void*, const BallonetSegment*)) {
+    Device* device = bound_device(ordinal);
+    if (device == nullptr) return;
+    for (Segment& segment : device->segments()) {
+      segment.facts.blocks = segment.blocks.data();
+      segment.facts.count = segment.blocks.size();
+      each(context, &segment.facts);
+    }
+  };
+  table.observe = [](int ordinal, const BallonetObserver* observer) {
+    if (Device* device = bound_device(ordinal)) device->heap.observe(observer);
+  };
+  table.stats = [](int ordinal, BallonetStats* out) {
+    *out = if_bound(ordinal, BallonetStats{}, [](Device& device) { return device.stats(); });
+  };
+  table.reset_peaks = [](int ordinal) {
+    if (Device* device = bound_device(ordinal)) device->reset_peaks();
+  };
+  table.reset_accumulated = [](int ordinal) {
+    if (Device* device = bound_device(ordinal)) device->reset_accumulated();
+  };
+  table.memory_info = [](int ordinal, std::size_t* free, std::size_t* total) {
+    return attempt([&] { std::tie(*free, *total) = served(ordinal).memory_info(); });
+  };
+  table.largest_free = [](int ordinal) {
+    return if_bound(ordinal, std::size_t{0}, [](Device& device) { return device.heap.snapshot.largest_free(); });
+  };
+  table.fraction = [](int ordinal) { return if_bound(ordinal, 1.0, [](Device& device) { return device.fraction(); }); };
+  table.set_fraction = [](int ordinal, double value) {
+    if (Device* device = bound_device(ordinal)) device->set_fraction(value);
+  };
 }
 
 }  // namespace

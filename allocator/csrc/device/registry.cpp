@@ -7,7 +7,7 @@
 #include <set>
 
 #include "base/fork.h"
-#include "heap/heap_addresses.h"
+#include "heap/arenas.h"
 
 namespace ballonet {
 namespace {

@@ -87,13 +87,4 @@ Replayed replay(Device& device, std::string_view rows) {
   return result;
 }
 
-double time_hit_path(Device& device, std::size_t size, std::size_t rounds) {
-  if (size == 0) throw UsageError("a block has at least one byte");
-  device.heap.deallocate(device.heap.allocate(size, nullptr));
-  const auto begin = std::chrono::steady_clock::now();
-  for (std::size_t i = 0; i < rounds; ++i) device.heap.deallocate(device.heap.allocate(size, nullptr));
-  const auto end = std::chrono::steady_clock::now();
-  return std::chrono::duration<double, std::nano>(end - begin).count() / static_cast<double>(rounds);
-}
-
 }  // namespace ballonet

@@ -1,4 +1,4 @@
-// Drives a heap with a recorded trace, and times its hit path; for `python -m ballonet replay` and the benchmarks.
+// Drives a heap with a recorded trace, for `python -m ballonet replay`.
 //
 // Guarantees: all that it allocated is freed, also after a failure.
 //
@@ -22,8 +22,5 @@ struct Replayed {
 // Rows of 32 bytes, little-endian: op (1 = alloc, 2 = free) in the first, then id, size and stream at 8, 16 and 24. A
 // free whose id is not live is skipped. Pre: no block of the device is live. Throws UsageError, PoolExhausted.
 Replayed replay(Device& device, std::string_view rows);
-
-// ns per allocation and free of one size, hit path only.
-double time_hit_path(Device& device, std::size_t size, std::size_t rounds);
 
 }  // namespace ballonet

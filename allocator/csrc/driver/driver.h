@@ -99,7 +99,7 @@ class Driver {
   // Has the next fork leave these bytes uncopied in the child. Stand-in only.
   void idle_at_fork(CUdeviceptr address, std::size_t size) const;
   // Keeps the mapping of these bytes readable until another one takes its place, while `held`. Stand-in only: see Note
-  // [Readers without a lease] in exchange.h.
+  // [Readers without a lease] in mapping.h.
   void hold(CUdeviceptr address, std::size_t size, bool held) const;
   // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const;

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/tuning.h"
-#include "heap/heap_addresses.h"
 
 namespace ballonet {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/tuning.h"
-#include "heap/exhausted.h"
+#include "heap/heap_report.h"
 
 namespace ballonet {
 

@@ -1,6 +1,6 @@
 #include "heap/heap.h"
 
-#include "heap/exhausted.h"
+#include "heap/heap_report.h"
 
 namespace ballonet {
 

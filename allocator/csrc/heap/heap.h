@@ -31,8 +31,7 @@
 #include "base/fork.h"
 #include "base/tuning.h"
 #include "heap/block_supply.h"
-#include "heap/checkpoints.h"
-#include "heap/heap_snapshot.h"
+#include "heap/live_blocks.h"
 
 namespace ballonet {
 
@@ -70,7 +69,7 @@ class Heap {
     Usage usage[BALLONET_CLASSES];
   };
   Numbers numbers_locked() const;  // pre: the caller holds `mutex`
-  // The error text of a failed allocation; see exhausted.h. Pre: the caller holds `mutex`.
+  // The error text of a failed allocation; see heap_report.h. Pre: the caller holds `mutex`.
   std::string exhausted(std::size_t asked, const std::string& reason, std::size_t missing = 0);
   void reset_peaks();
   // Sets the observer, which is called under the lock; nullptr: none.

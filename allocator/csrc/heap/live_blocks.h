@@ -1,4 +1,5 @@
-// The blocks that are handed out, and those given back that wait until other streams have passed.
+// The blocks that are handed out, and those given back that wait until other streams have passed; what torch saves and
+// shows of them.
 //
 // Note [Streams]
 // A block freed on its own stream is reused by that stream at once: the stream's order protects it. A block that was
@@ -20,7 +21,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "heap/address_map.h"
+#include "heap/blocks.h"
 #include "heap/heap_pages.h"
 
 namespace ballonet {
@@ -87,6 +88,80 @@ class LiveBlocks {
   AddressMap live_;
   std::deque<Waiting> waiting_;
   std::unordered_map<Blocks::Block*, std::vector<CUstream>> users_;  // of shared blocks
+};
+
+// Saves which blocks of a memory pool are live, and restores that.
+//
+// Note [Checkpoints]
+// Replaying a graph allocates nothing, so that after a replay the heap does not know which of the graph's outputs live.
+// Before another graph is captured into the same pool, torch puts the pool back into the state in which it was when the
+// graph's own capture ended: blocks that live now are freed, and those that lived then are handed out at the same
+// addresses. (inductor's graph trees, torch.compile with mode="reduce-overhead".) The pages are still there: a pool
+// keeps them for as long as it has users.
+//
+// Guarantees: a block that is put back has the address and the size that it had; a refusal changes nothing.
+//
+// Lock: everything here takes the heap's.
+
+struct Checkpoint {
+  struct Live {
+    std::uint64_t address, size, requested;
+  };
+  BallonetPool pool;
+  std::vector<Live> blocks;
+};
+
+class Checkpoints {
+ public:
+  Checkpoints(std::mutex& heap, Mapper& mapper, const Arenas& arenas, const PrivatePools& pools, LiveBlocks& live)
+      : mutex_(heap), mapper_(mapper), arenas_(arenas), pools_(pools), live_(live) {}
+
+  // Throws UsageError where there is no such pool.
+  Checkpoint take(BallonetPool pool);
+  struct Restored {
+    std::vector<void*> freed, created;
+  };
+  // Throws UsageError with nothing changed.
+  Restored restore(const Checkpoint& state);
+
+ private:
+  std::mutex& mutex_;
+  Mapper& mapper_;
+  const Arenas& arenas_;
+  const PrivatePools& pools_;
+  LiveBlocks& live_;
+};
+
+// The heap as torch's memory snapshot reads it.
+//
+// Guarantees: the result of one call was true at one moment.
+//
+// Lock: everything here takes the heap's.
+
+// A stretch of blocks with no hole between them, with the owner and place of its pages.
+struct Segment {
+  BallonetSegment facts;
+  std::vector<BallonetBlock> blocks;
+  Owner owner = Owner::kActivations;
+  Place place = Place::kDevice;
+};
+
+class HeapSnapshot {
+ public:
+  HeapSnapshot(std::mutex& heap, const Arenas& arenas, const LiveBlocks& live)
+      : mutex_(heap), arenas_(arenas), live_(live) {}
+
+  // Every segment and its blocks, in the order of their addresses, without those of ranges.
+  std::vector<Segment> segments() const;
+  std::vector<Segment> segments_locked() const;  // Pre: the caller holds the lock.
+  // The block that is handed out at an address. False where none is.
+  bool find(const void* address, BallonetBlock& out) const;
+  std::uint64_t largest_free() const;
+
+ private:
+  std::mutex& mutex_;
+  const Arenas& arenas_;
+  const LiveBlocks& live_;
 };
 
 }  // namespace ballonet

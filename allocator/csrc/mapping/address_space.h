@@ -7,7 +7,7 @@
 //
 // Lock: `mutex`, "the mapper's". Callers hold it, but where it says otherwise. One thread at a time touches the page
 // tables for that, and no Python is called under it. Order: the heap's, the reclaim list's, a group's, that of moves
-// (moves.h), this, that of requests (ahead.h).
+// (moves.h), this, that of requests (mapper.h).
 //
 // Note [Waiting]
 // Work that may take long happens without the lock: waiting for streams, copies, and creating pages of the host, which
@@ -24,10 +24,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/lock.h"
+#include "base/fork.h"
 #include "driver/context.h"
 #include "mapping/range.h"
-#include "pages/journal.h"
+#include "pages/events.h"
 #include "pages/pool.h"
 
 namespace ballonet {

@@ -4,8 +4,6 @@
 #include <cassert>
 #include <utility>
 
-#include "mapping/cached_fit.h"
-
 namespace ballonet {
 
 bool CachedRanges::may_keep(const Range& range, std::size_t index) const {

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "mapping/fences.h"
+#include "mapping/retirement.h"
 
 namespace ballonet {
 

@@ -65,7 +65,7 @@ class Range : public std::enable_shared_from_this<Range> {
   Stretch addresses;
   bool closed = false;
   std::size_t windows = 0;    // that are open
-  std::size_t followers = 0;  // ranges like this one that were announced; 0 once that has been passed on (ahead.h)
+  std::size_t followers = 0;  // ranges like this one that were announced; 0 once that has been passed on (mapper.h)
   std::weak_ptr<Range> next;  // the one that follows
 };
 using Ranges = std::vector<std::shared_ptr<Range>>;

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "driver/driver_abi.h"
-#include "pages/journal.h"
+#include "pages/events.h"
 #include "pages/page.h"
 
 namespace ballonet {

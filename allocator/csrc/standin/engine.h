@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "mappings.h"
-#include "uses.h"
+#include "order.h"
 
 namespace ballonet::standin {
 

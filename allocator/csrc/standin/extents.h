@@ -13,6 +13,31 @@
 
 namespace ballonet::standin {
 
+// Memory that this machine, or the control group of the process, can still give.
+//
+// Committing more than that calls the kernel's out-of-memory killer instead of failing, so everything is asked here
+// first. Allocates nothing and takes no lock: safe in the child of a fork.
+
+std::uint64_t ram_total();      // bytes of RAM
+std::uint64_t ram_available();  // bytes that can be committed now without swapping or being killed
+std::uint64_t ram_margin();     // bytes that must stay available for everyone else
+
+// A few memory maps of the process held back, so that memory can be given back when vm.max_map_count is reached.
+//
+// Note [Why]. Unmapping a page replaces one map of the kernel by another and usually ends with fewer, but the kernel
+// refuses every mmap once the limit is reached. Freeing the cushion makes the room that the call needs for a moment.
+//
+// Lock: the stand-in's (state.h), held by the caller.
+
+class Cushion {
+ public:
+  void fill(int fd);    // no effect where it is full, or where the kernel refuses
+  bool release_maps();  // frees its maps for the next call that needs some; false where it was empty
+
+ private:
+  std::uint64_t address_ = 0;  // 0 = empty
+};
+
 class Extents {
  public:
   CUresult open(const char* name);

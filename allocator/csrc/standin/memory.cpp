@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "refusal.h"
+#include "results.h"
 
 namespace ballonet::standin {
 namespace {

@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "refusal.h"
+#include "results.h"
 
 namespace ballonet::standin {
 namespace {

@@ -1,9 +1,26 @@
 #include "results.h"
 
 #include <algorithm>
+#include <cstdarg>
+#include <cstdio>
 #include <iterator>
 
 namespace ballonet::standin {
+
+namespace {
+thread_local char message[768];
+}
+
+CUresult refuse(CUresult code, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(message, sizeof message, format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+const char* refusal() { return message; }
+
 namespace {
 
 struct ResultText {

@@ -14,8 +14,8 @@
 #include "engine.h"
 #include "memory.h"
 #include "order.h"
-#include "refusal.h"
 #include "registered.h"
+#include "results.h"
 
 namespace ballonet::standin {
 

@@ -67,7 +67,7 @@ class Because {
   Context before_;
 };
 
-// A pool's state; see Note [Checkpoints] in checkpoints.h.
+// A pool's state; see Note [Checkpoints] in live_blocks.h.
 struct PoolState final : native::AllocatorState {
   explicit PoolState(const void* state_) : state(state_) {}
   ~PoolState() override { core->forget_checkpoint(state); }

@@ -1,11 +1,12 @@
-"""Which layers stream and which KV leaves in a run, by the decisions that the run makes: pages in, pages out.
+"""The pages that a model needs of a device; and which layers stream and which KV leaves in a run, by the decisions that
+the run makes: pages in, pages out.
 
 Note [A run, foreseen]
     `manage()` moves the models in one after the other, each with as few layers streaming as the room beside it demands
     (hooks/weights/capacity.py); where there is none, earlier models give layers, as they are idle. Then all run.
     The prompt is followed stage by stage, from one layer's append of its tokens to the next one's, as what may be taken
     differs: KV of layers that have not run is not there yet. Of what is lacking the ladder takes in its order
-    (reclaim_order.py, layer_order.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
+    (reclaim_order.py, remap.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
     the plan of what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is
     not back before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to
     rest. With an SLO as many layers stream as that allows (coordinator.py).
@@ -24,17 +25,92 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import pairwise
 
 from ..coordinator import LinkClient, possible
-from ..interval import Costs
-from ..layer_order import by_rung, of_layer
-from ..plan import Fewest, Plan
+from ..kv_pages import scarce, worth_telling
+from ..plan import Costs, Fewest, Plan
 from ..reclaim_order import Candidate, Rung, ordered
-from ..remap import Model, remap, standing
-from ..shortage import scarce, worth_telling
+from ..remap import Model, by_rung, of_layer, remap, standing
 from ..tuning import DEFAULT, Tuning, WeightPlans
-from .needs import Moment, Needs, Phase
+
+
+class Phase(Enum):
+    """The phase of a model: the prompt, or an answer to it."""
+
+    PROMPT = 0
+    ANSWER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Device pages at one moment of a run, should nothing leave. `kv`: of each range of its cache, in the order in
+    which layers compute; `movable`: those of them that may leave, as they are full; `activations`: of what operators
+    allocate, at the peak and at most; `fewest`: the same at least, None as many."""
+
+    kv: tuple[int, ...]
+    movable: int
+    activations: int
+    fewest: int | None = None
+
+    @property
+    def pages(self) -> int:
+        """The most pages."""
+        return sum(self.kv) + self.activations
+
+    @property
+    def least(self) -> int:
+        """Pages of operators at least."""
+        return self.activations if self.fewest is None else self.fewest
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Seconds of iterations by which a run decides what leaves, None where not measured: of the least decode step that
+    was, of the prompt, and of the last decode step."""
+
+    first: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Pages of one model. `layers`: of the weights of each decoder layer; `beside`: of all other weights; `working`:
+    that `manage()` keeps free for a short use; `prompt`: when the prompt is computed, of which each sequence has so
+    many `rows`; `last`: at the last token. `stages`: the prompt, from one layer's append to the next one's; `growth`:
+    the answer, from one new page to the next; a single moment each where not given. Seconds, None where not known, of
+    iterations with every layer resident: `prefill` of the prompt, `decode` of the last token; `judged`: see Judged,
+    None for these two; `aside`: that `generate()` takes beside the first forward, and beside each other."""
+
+    name: str
+    layers: tuple[int, ...]
+    beside: int
+    working: int
+    prompt: Moment
+    last: Moment
+    rows: int
+    prefill: float | None = None
+    decode: float | None = None
+    stages: tuple[Moment, ...] = ()
+    growth: tuple[Moment, ...] = ()
+    judged: Judged | None = None
+    aside: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def weights(self) -> int:
+        """Pages of all weights."""
+        return sum(self.layers) + self.beside
+
+    @property
+    def judging(self) -> Judged:
+        """The times that a run decides by."""
+        return self.judged or Judged(self.decode, self.prefill, self.decode)
+
+    def moments(self, phase: Phase) -> tuple[Moment, ...]:
+        """The moments of that phase."""
+        return self.stages or (self.prompt,) if phase is Phase.PROMPT else self.growth or (self.last,)
 
 
 @dataclass(frozen=True, slots=True)

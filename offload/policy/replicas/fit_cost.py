@@ -2,7 +2,7 @@
 
 Note [What is fitted]
     The time of a batch is linear in the coefficients of its chunks' cost, so batches of any shape are samples. No
-    coefficient is negative, and errors count relative to the time (nonnegative.py).
+    coefficient is negative, and errors count relative to the time (step_costs.py).
 
     Attention may know the sequences of a batch, or not (chunk_cost.py, Note [Pairs of different requests]). Where it
     does not, four coefficients say what any batch takes. Where it does, batches in which all requests decode are fitted
@@ -27,8 +27,7 @@ from functools import partial
 
 import numpy as np
 
-from .. import nonnegative
-from ..step_costs import Step
+from ..step_costs import Step, least_squares
 from ..tuning import DEFAULT, Replicas
 from .chunk_cost import ChunkCost, is_decode
 
@@ -171,7 +170,7 @@ def _fitted(form: _Form, samples: Sequence[Sample]) -> ChunkCost:
 
 
 def _solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[float, ...]:
-    coefficients = nonnegative.fitted(np.array(rows), np.array([sample.seconds for sample in samples]))
+    coefficients = least_squares(np.array(rows), np.array([sample.seconds for sample in samples]))
     assert coefficients is not None  # a constant alone fits times above 0
     return coefficients
 

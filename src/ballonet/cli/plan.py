@@ -55,10 +55,10 @@ def _plan(args: argparse.Namespace) -> None:
     from ..hooks.plan.planner import Planner
     from ..hooks.plan.show import show
     from ..offload.policy.tuning import DEFAULT
-    from ..offload.timeline import picture
+    from ..offload.timeline import file
 
     if args.curve is not None:
-        picture.check(args.curve)  # before anything takes its time
+        file.check_picture(args.curve)  # before anything takes its time
     planner = Planner(
         args.model,
         args.context,
@@ -79,5 +79,5 @@ def _plan(args: argparse.Namespace) -> None:
                 "with python -m ballonet profile"
             )
         title = f"{', '.join(args.model)}: {args.batch} x {args.context:,} tokens"
-        picture.draw_curve(args.curve, points, title, facts["budget"], args.slo)
+        file.draw_curve(args.curve, points, title, facts["budget"], args.slo)
     tell(facts, show, as_json=args.json)

@@ -26,8 +26,8 @@ def add(commands: Any) -> None:
 def _preflight(args: argparse.Namespace) -> None:
     from ..allocator import device_choice, findings
     from ..allocator.config import cache_dir
-    from ..allocator.display import steps
-    from ..allocator.preflight import run, show
+    from ..allocator.preflight import run
+    from ..allocator.units import steps
 
     config = Config.from_env()
     target = device_choice.choose(config)
@@ -36,4 +36,4 @@ def _preflight(args: argparse.Namespace) -> None:
     kept = None if args.no_save else findings.save(cache_dir(config), result["key"], result)
     if args.out is not None:
         run.write(result, Path(args.out))
-    tell(result, lambda report: show.show(report, kept), as_json=args.json)
+    tell(result, lambda report: run.show(report, kept), as_json=args.json)

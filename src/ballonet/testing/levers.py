@@ -10,8 +10,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..offload.governor.device_view import DeviceView
 from ..offload.governor.governor import Governor
-from ..offload.governor.published import DeviceView
 from ..offload.policy.reclaim_order import LISTED, Candidate, Rung
 
 
@@ -107,7 +107,7 @@ class Listed(Lever):
 
 
 class DropLever(Lever):
-    """Layers that other replicas hold as well. A pull posts a request and frees nothing: see duplicates.py. The
+    """Layers that other replicas hold as well. A pull posts a request and frees nothing: see overview.py. The
     controller of the replicas weighs what running as a stage of a pipeline costs."""
 
     rung = Rung.DUPLICATES

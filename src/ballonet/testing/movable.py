@@ -8,6 +8,7 @@ from ..allocator.errors import PoolExhausted
 from ..hooks.batching.client import SectorClient
 from ..hooks.device.streams import stream_of
 from ..hooks.kv.pages import KVPages
+from ..offload.residency.kv_extent import coldest
 
 if TYPE_CHECKING:
     from ..allocator._native import LeadsTo, Place
@@ -51,12 +52,24 @@ class MovableKV:
     def demote(self, piece: int) -> bool:
         """Moves the backing from the peer to the host. DriverError."""
         tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and tier.client.saving.demote_one(extent, piece, self._stream())
+        if tier is None or extent is None:
+            return False
+        with tier.lock:
+            ready, copies = extent.demote([cold for cold in coldest(extent) if cold == piece])
+            if not ready:
+                return False
+            done = tier.transfer.copy(copies, after=self._stream(), owner="kv", to="host")
+            extent.backing.demoting(ready, done)
+            done.wait()
+            extent.mover.saving.saved()
+            return extent.backing.pages.leads_to(piece) == "host"
 
     def bring_back(self, piece: int) -> bool:
         """Gives the piece a page of its own again, with its bytes. DriverError."""
         tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and tier.restore_one(extent, piece, self._stream())
+        if tier is None or extent is None:
+            return False
+        return tier.bring_back([extent], 1, [extent], self._stream(), (piece,)) > 0
 
     def unmap(self, piece: int) -> bool:
         """Unmaps a free page from the piece's addresses. DriverError."""

@@ -27,7 +27,7 @@ from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import ranges
 from ballonet.offload.governor import governor
 from ballonet.offload.policy.replicas.groups import Span
-from ballonet.offload.residency import backing, layer_parts, mover, ring
+from ballonet.offload.residency import backing, mover, ring
 
 from ...faulting import at_each_call, at_each_line
 from ...models import build
@@ -118,7 +118,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 
 # -- Ctrl-C
 
-LINES = (held_layers, managing, model_residency, arrangement, ranges, ring, layer_parts, mover, backing)
+LINES = (held_layers, managing, model_residency, arrangement, ranges, ring, mover, backing)
 LOCKS = (interrupts, gate, governor, streamed, turns)
 
 

@@ -11,7 +11,7 @@
 #include "config.h"
 #include "engine.h"
 #include "memory.h"
-#include "refusal.h"
+#include "results.h"
 #include "simgpu.h"
 #include "watch.h"
 

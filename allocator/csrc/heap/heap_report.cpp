@@ -1,6 +1,7 @@
-#include "heap/exhausted.h"
+#include "heap/heap_report.h"
 
 namespace ballonet {
+
 namespace {
 
 // The words of torch's own error, by which programs recognise it: accelerate looks for " out of memory.".

@@ -1,4 +1,5 @@
-"""How attention reads KV that is on the host, and how much memory each way takes (SwiftCache §3.2, §3.3). Pure.
+"""Where pages of KV lie: which are mapped ahead of their use (eLLM §5.1), which leave the peer for the host, and how
+attention reads those on the host, with the memory that each way takes (SwiftCache §3.2, §3.3). Pure.
 
 Words
     streamed    pages of a layer's KV that stay on the host and are copied into a *slot* each time it attends to them
@@ -25,16 +26,28 @@ Note [A pass]
 Note [In place]
     A kernel that reads host pages in place runs at the link's speed, with nothing to overlap. The bytes are read once
     for every 256 rows. Above 64 rows copying is better even where it cannot hide, unless there is no room at all.
+
+Note [Window]
+    The layers of a cache reach the end of their pages in the same iteration, and all of their next pages at once would
+    be more than may lie ahead unused. So those of the first layers are asked for in the iteration before, and each
+    layer that takes its page asks for that of the layer a window behind it.
+
+Note [Room]
+    What leaves the device goes to the peer while that has pages, as it is nearer, and to the host from then on, however
+    hot. So where fewer than an eighth of the peer's pages are free, the coldest of them go to the host, in the
+    background, until a quarter is. What is on the peer and not used costs nothing there, so that idle caches go before
+    those that run, and of each kind those first that were used longest ago: the reverse of the order in which they
+    leave the device (reclaim_order.py), where what was used last is taken first as its owner has just had its turn.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .tuning import DEFAULT, KVReads
+from .tuning import DEFAULT, FreePages, KVGrowth, KVReads, PeerPages
 
 
 def block_bytes(tokens: int, heads: int, dim: int, itemsize: int) -> int:
@@ -182,3 +195,64 @@ class _Costs:
             over.append(now + layer.attention + read)
             now = over[-1] + layer.rest
         return now
+
+
+def window(page: int, limit: int) -> int:
+    """Returns how many pages of `page` bytes may lie ahead of their use: `limit` bytes in all, or one page."""
+    return max(1, limit // page)
+
+
+def ahead(layer: int, layers: int, width: int, *, took: bool, next_takes: bool) -> tuple[int, ...]:
+    """Returns the layers, of ranges of their own, whose next page is requested once `layer` has appended a token.
+    `took`: it took a new page for that; `next_takes`: it will for the next one. At most `width` pages lie ahead, while
+    all layers append alike."""
+    asked = []
+    if took and layer + width < layers:
+        asked.append(layer + width)
+    if next_takes and layer < width:
+        asked.append(layer)
+    return tuple(asked)
+
+
+def scarce(free: int, total: int, tuning: FreePages) -> bool:
+    """Are so many free pages of a budget few?"""
+    return free * tuning.short < total
+
+
+def worth_telling(pages: int, total: int, tuning: KVGrowth) -> bool:
+    """Are so many pages that became full, and may be taken, worth a new list?"""
+    return pages > 0 and pages * tuning.tell >= total
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A cache with so many `pages` on the peer that could go. `active`: is it in use? `used`: when it was last."""
+
+    client: int
+    pages: int
+    active: bool
+    used: float
+
+
+def lacking(free: int, total: int, tuning: PeerPages) -> int:
+    """Returns how many pages should leave a peer of `total`, of which so many are free or on their way."""
+    return 0 if free * tuning.low >= total else -(-total // tuning.enough) - free
+
+
+def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:
+    """Returns how many pages leave, by client, the coldest first."""
+    counts: dict[int, int] = {}
+    for cache in sorted(caches, key=lambda cache: (cache.active, cache.used)):
+        if (going := min(pages, cache.pages)) > 0:
+            counts[cache.client] = going
+            pages -= going
+    return counts
+
+
+def mean_seconds(near: int, far: int, peer: float | None, host: float | None) -> float | None:
+    """Mean seconds to copy a page, of so many on the peer and so many on the host. A link that was not measured counts
+    as the other; None where neither was."""
+    peer, host = (host if peer is None else peer), (peer if host is None and near else host)
+    if peer is None or host is None or not near + far:
+        return host
+    return (near * peer + far * host) / (near + far)

@@ -1,0 +1,365 @@
+"""What changes who has pages: the reclaim list is made and published (`ReclaimList`), rungs of the ladder are pulled
+and reverted on request (`LadderPulls`), models take back what they lent (`Repayment`), a model's plan changes
+(`ModelChange`).
+
+Note [What is prepared]
+    The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it
+    is taken, and a model whose layers never are never pays. KV is copied ahead (`write_behind`) only while pages are
+    short, and only so much that those that are taken first are clean, or as much as is borrowed.
+
+Note [The fate of what was borrowed]
+    In this order, until what is due is given back; no byte is moved, and what is in use is never touched.
+    1   prefixes that are only kept, and that the host has as well (they are copied there ahead of need, as soon as
+        pages are short: reclaim.py): one call of the core leads their addresses there. Their keys stay, and lead
+        to the same bytes as before.
+    2   prefixes of which only the device has the bytes: their keys are forgotten first, from the tail, and then their
+        pages go back, a sequence at a time, however many they are (store.py).
+    3   what is left is due yet. It is in the reclaim list before everything but clean prefixes and what costs nothing
+        (Rung.LEND), so that the core takes it the moment that the worker finds no page; what a thread leases is
+        requested of it, and given at its next layer boundary, as ever.
+
+Note [When]
+    `needs`: before a cache grows, by the thread that uses it, on which its model may take pages back. `keep`: when a
+    request leaves something behind that is kept: a model keeps no more than its own reserve and what others can spare,
+    so that a worker that comes back finds its pages free. While the reserve covers what is used, and pages are free,
+    neither costs more than a look at the counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ...allocator.interrupts import Guarded, guarded
+from ..policy.kv_pages import Near, lacking, leaving
+from ..policy.lending import Lent
+from ..policy.plan import Plan
+from ..policy.reclaim_order import OF_LAYERS, Candidate, Rung
+from ..policy.remap import cap
+from .candidates import plan_restore, to_clean
+from .client import KEYS_PER_CLIENT, ModelClient, PageClient
+from .clients import Held, ModelState
+from .decision import Situation
+from .overview import Overview
+
+
+class Offered(NamedTuple):
+    """Pages that others give when asked. Of these, `dirty` have their bytes copied to the host then, and `in_use` are
+    used by others."""
+
+    pages: int
+    dirty: int
+    in_use: int
+
+
+class ReclaimList:
+    """Makes and publishes the list. Thread-safe; callers do not hold the governor's lock. See overview.py, Note
+    [Locks]."""
+
+    def __init__(self, known: Overview) -> None:
+        self._known = known
+
+    def publish_now(self) -> None:
+        """Publishes all that is offered at this moment."""
+        with self._known.lock:
+            self._known.list.void()
+        self.publish()
+
+    def offered(self, but: int) -> Offered:
+        """Returns what clients other than number `but` have on the published list, within caps."""
+        with self._known.lock:
+            published = self._known.list
+            return Offered(
+                *(sum(its.values()) - its.get(but, 0) for its in (published.pages, published.dirty, published.in_use)),
+            )
+
+    def candidates(self) -> list[Candidate]:
+        """Returns all that may be taken now, in the order of taking."""
+        with self._known.lock:
+            self._known.drain_core_events()
+            now = self._known.clock()
+            self._known.update_idle(now)
+            return self._known.listed(
+                self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
+            )
+
+    def publish(self) -> None:
+        """Publishes the list if it is out of date, and starts the copies that it calls for. See overview.py, Note
+        [Locks]."""
+        behind = self.publish_if_stale()
+        if behind:
+            with self._known.lock:
+                resting = self._known.clients.idleness.resting(self._known.clock())
+            for cache in resting:
+                cache.give_slots()
+        for cache, pages in behind:
+            cache.write_behind(pages)
+        if behind:
+            self.publish_if_stale()
+            for cache, pages in self._leaving():
+                cache.demote(pages)
+
+    def publish_if_stale(self) -> list[tuple[PageClient, int]]:
+        """Publishes the list if it is out of date. Returns how many pages caches should copy to the host after that."""
+        with self._known.lock:
+            self._known.drain_core_events()
+            if not self._known.list.stale:
+                return []
+            now = self._known.clock()
+            self._known.update_idle(now)
+            situation, held = self._known.situation(now, 0), self._known.clients.held(now)
+            candidates = self._known.listed(situation, held, self._known.owed(now))
+            behind = self._plan_write_behind(situation, candidates, held, now)
+            draft = self._known.list.draft(self._known.clients.of(candidates))
+        if draft is not None:
+            draft.fill()
+            with self._known.lock:
+                self._known.list.publish(draft)
+        return behind
+
+    def _plan_write_behind(
+        self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
+    ) -> list[tuple[PageClient, int]]:
+        """Returns how many pages caches should copy to the host now: some while pages are short and the link serves no
+        layers. The caller holds the lock."""
+        busy = any(state.model.plan.copied or state.taken for state in now.states if state.number in now.active)
+        if not self._known.pages.short:
+            return []
+        tuning = self._known.tuning.write_behind
+        step = 0 if busy else max(1, tuning.step // self._known.device.page_size)
+        borrowed = self._known.lending.borrowed(self._known.clients.uses(time)) if len(now.states) > 1 else 0
+        pages = to_clean(candidates, held, max(self._known.pages.total // tuning.clean, borrowed), step)
+        return [(cache, pages.get(state.number, 0)) for state, cache in self._known.clients.paged]
+
+    def _leaving(self) -> list[tuple[PageClient, int]]:
+        """Returns how many pages of caches should leave the peer for the host; see kv_pages.py."""
+        free, total = self._known.peer()
+        if not total:
+            return []
+        with self._known.lock:
+            active = self._known.clients.idleness.active(self._known.clock())
+            caches = {state.number: cache for state, cache in self._known.clients.paged}
+            wanted = lacking(
+                free + sum(cache.leaving_peer for cache in caches.values()), total, self._known.tuning.peer
+            )
+            near = [
+                Near(number, cache.peer_pages, number in active, cache.used)
+                for number, cache in caches.items()
+                if wanted
+            ]
+        return [(caches[number], pages) for number, pages in leaving(near, wanted).items()]
+
+
+class LadderPulls:
+    """Thread-safe; nobody who calls holds the governor's lock."""
+
+    def __init__(self, known: Overview, reclaim: ReclaimList) -> None:
+        self._known = known
+        self._reclaim = reclaim
+
+    def pull(self, rung: Rung, pages: int) -> int:
+        """Takes so many device pages of a rung of the list, those first that are first, as far as this thread may; how
+        many. DriverError."""
+        self._reclaim.publish_now()
+        keys, left = [], pages
+        for candidate in self._reclaim.candidates():
+            if left > 0 and candidate.rung is rung:
+                keys.append(candidate.client * KEYS_PER_CLIENT + candidate.index)
+                left -= candidate.pages
+        return self._known.device.take(keys, pages) if keys else 0
+
+    def preparing(self) -> Guarded[Callable[[], int]]:
+        """Publishes the reclaim list anew on a thread of its own, for a budget that the list before refused. Hands out
+        what tells whether that is still going on. No lock is taken on this thread: it may be in a signal's handler."""
+
+        def begin() -> Callable[[], int]:
+            publishing = threading.Thread(target=self._reclaim.publish_now, name="ballonet-prepare", daemon=True)
+            publishing.start()
+
+            return lambda: int(publishing.is_alive())
+
+        return guarded(begin, lambda failed: None)
+
+    def make_room(self, pages: int, last: Rung) -> None:
+        """Has so many device pages given by the rungs of the list up to the last, or as many as they have.
+        DriverError."""
+        self._reclaim.publish_now()
+        wished = last < Rung.DUPLICATES
+        for candidate in self._reclaim.candidates():
+            if pages > 0 and candidate.rung <= last:
+                if candidate.rung > Rung.DUPLICATES and not wished:
+                    wished = True
+                    self._known.duplicates.request_drop(pages)
+                pages -= self._known.device.take([candidate.client * KEYS_PER_CLIENT + candidate.index])
+        if pages > 0 and not wished:
+            self._known.duplicates.request_drop(pages)
+
+    def revert(self, rung: Rung, pages: int) -> int:
+        """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
+        layers = rung in OF_LAYERS
+        with self._known.lock:
+            self._known.drain_core_events()
+            now = self._known.clock()
+            free = self._known.look(now)
+            situation, held = self._known.situation(now, free), self._known.clients.held(now)
+            back = plan_restore(situation, [] if layers else held, min(pages, situation.spare), models=layers)
+            self._known.grant(back)
+            states = {state.number: state for state in situation.states}
+            plans = sum(
+                plan.device_pages - situation.standing(states[number]).device_pages
+                for number, plan in back.plans.items()
+            )
+            return plans + sum(back.pages.values())
+
+
+class Repayment:
+    """Takes pages back that models have lent. Thread-safe."""
+
+    def __init__(self, known: Overview, reclaim: ReclaimList) -> None:
+        self._known = known
+        self._reclaim = reclaim
+
+    def needs(self, number: int, pages: int) -> None:
+        """Takes back what the cache's model has lent, as far as so many pages more need it. On the thread that uses the
+        cache. DriverError."""
+        with self._known.lock:
+            model = self._known.clients.whose(number)
+            if model is None or len(self._known.clients.models) < 2:
+                return
+            self._known.drain_core_events()
+            now = self._known.clock()
+            if (
+                self._known.lending.covers(self._known.clients.use(model, now), now)
+                and self._known.pages.unused >= pages
+            ):
+                return
+            owed = self._dues(now)
+        if owed:
+            self._take_back(owed, model.name)
+
+    def keep(self, model: ModelClient, caches: Iterable[int]) -> None:
+        """Marks `caches` as only kept for prompts to the model. DriverError."""
+        with self._known.lock:
+            state = self._known.clients.get(model)
+            if state is None:
+                return
+            self._known.clients.idleness.changed()
+            for number in caches:
+                self._known.clients.claim(number, state)
+            if len(self._known.clients.models) < 2:
+                return
+            self._known.drain_core_events()
+            owed = self._dues(self._known.clock())
+        if owed:
+            self._take_back(owed, "reserves")
+
+    def lending_of(self, model: ModelClient) -> Lent:
+        """What the model has reserved, lent and borrowed."""
+        with self._known.lock:
+            state = self._known.clients.get(model)
+            return (
+                Lent() if state is None else self._known.lending.of(self._known.clients.use(state, self._known.clock()))
+            )
+
+    def spare(self, now: float) -> None:
+        """Lowers, now and then, reserves that were not used for long enough. The caller holds the lock."""
+        if len(self._known.clients.models) > 1 and now >= self._known.lending.due_at:
+            self._dues(now)
+
+    def _dues(self, now: float) -> Mapping[int, int]:
+        """Updates the reserves, and returns the pages due by model. The caller holds the lock."""
+        uses = self._known.clients.uses(now)
+        for use, pages in self._known.lending.look(uses, now, self._known.pages.total):
+            if pages < 0:
+                self._known.events.decided(Rung.LEND.label, "revert", -pages, what=use.name, by="ballonet")
+        return self._known.lending.due(uses, self._known.pages.unused, self._known.pages.total)
+
+    def _take_back(self, owed: Mapping[int, int], by: str) -> None:
+        """Takes back the pages due by model. See Note [The fate of what was borrowed]."""
+        with self._known.lock:
+            self._known.list.void()
+        self._reclaim.publish_if_stale()  # write-behind waits for the next list
+        keys = [
+            candidate.client * KEYS_PER_CLIENT + candidate.index
+            for candidate in self._reclaim.candidates()
+            if candidate.borrowed and candidate.rung is Rung.PREFIX
+        ]
+        if keys:
+            self._known.device.take(keys)
+        with self._known.lock:
+            self._known.drain_core_events()
+            owed = self._known.owed(self._known.clock())
+            models = [(state, owed[state.number]) for state in self._known.clients.models if state.number in owed]
+        for state, pages in models:
+            began = self._known.clock()
+            if gone := state.model.give_up(pages):
+                took, what = self._known.clock() - began, f"prefixes of {state.name}"
+                self._known.events.decided(Rung.LEND.label, "pull", gone, what=what, by=by, measured=took)
+        self._known.pages.given()
+
+
+class ModelChange:
+    """The context of `Governor.changing`. `state`: the model's, None until `begin` has found it."""
+
+    def __init__(self, known: Overview, reclaim: ReclaimList, model: ModelClient) -> None:
+        self.model = model
+        self.state: ModelState | None = None
+        self.before = model.plan
+        self.promised: Plan | None = None
+        self.taken: frozenset[int] = frozenset()
+        self.began = known.clock()
+        self._known = known
+        self._reclaim = reclaim
+
+    def begin(self) -> frozenset[int]:
+        """Withdraws the model's offers, and returns the layers that were taken. KeyError."""
+        with self._known.lock:
+            state = self.state = self._known.clients.of_model(self.model)
+            self.before, self.promised = self.model.plan, state.faster
+            state.held.add(self)
+            self._known.models_changed()
+            self._known.list.void()
+        self._known.device.withdraw(state.keys())
+        with self._known.lock:
+            self._known.drain_core_events()
+            self.taken = frozenset(state.taken)
+        return self.taken
+
+    def end(self, failed: bool) -> None:
+        """Offers the model again, as its plan says now. `failed`: an exception leaves `changing`."""
+        state, before = self.state, self.before
+        if state is None:
+            return
+        with self._known.lock:
+            try:
+                if not failed and self in state.held:
+                    state.taken -= self.taken
+                    state.waking &= state.point is None or state.point.phase != "decode"
+                    state.arranged(before, self.promised)
+                    taken = sum(map(before.pages.__getitem__, self.taken))
+                    if before.pages == state.model.plan.pages:  # else pages of the two plans cannot be compared
+                        self._tell(state, state.model.plan.device_pages - before.device_pages + taken)
+            finally:
+                state.held.discard(self)
+                state.grant = state.faster = None
+                state.passes.clear()
+                self._known.moved(state)
+                self._known.list.void()
+        if not failed:
+            self._reclaim.publish()
+            self._known.watch()
+
+    def _tell(self, state: ModelState, more: int) -> None:
+        """Logs that the layers have `more` device pages than before, or fewer. The caller holds the lock."""
+        if not more:
+            return
+        known, plan = self._known, state.model.plan
+        costs, measured = state.costs_at(state.point or state.last["decode"], known.link.page_seconds)
+        rung = Rung.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Rung.STALLING_WEIGHTS
+        predicted = max(0, more) * costs.page_seconds if measured else None
+        took = known.clock() - self.began
+        if more > 0:
+            known.pages.went_back()
+        verb = "revert" if more > 0 else "pull"
+        known.events.decided(rung.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)
