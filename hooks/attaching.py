@@ -95,7 +95,7 @@ def attach_pieces(
     cuDNN's attention off. Returns (what runs them, the function that undoes it)."""
     if why_no_pieces(model, device, options) != "":
         return None, nothing
-    from .pieces import calls, cudnn
+    from .pieces import calls
     from .pieces.runner import PieceRunner
 
     governor = governors.of(device)
@@ -111,7 +111,7 @@ def attach_pieces(
         options.priority,
         governor.tuning.pieces,
     )
-    restore = cudnn.keep_off(model)
+    restore = calls.keep_off(model)
     detach = calls.attach(model, runner)
 
     def undo() -> None:

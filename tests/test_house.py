@@ -113,8 +113,8 @@ FACTS = {
     "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/safetensors.py": {"LONGEST_HEADER"},
     "offload/residency/weights_file.py": {"TICK"},
-    "hooks/device/marks.py": {"_RELAXED"},
-    "hooks/kv/prefill.py": {"_ALIGNMENT"},
+    "hooks/device/streams.py": {"_RELAXED"},
+    "hooks/kv/range.py": {"_ALIGNMENT"},
     "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/identity.py": {"SAMPLES"},
@@ -130,11 +130,11 @@ FACTS = {
     "hooks/replicas/on_ray.py": {"_FOREVER"},  # Ray's word
     "hooks/replicas/ray_node.py": {"_STORE"},  # Ray's minimum
     "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
-    "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
+    "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
-    "hooks/weights/mapped.py": {"_ENTRY"},
+    "hooks/weights/files.py": {"_ENTRY"},
     "hooks/weights/capacity.py": {"_LOGITS"},
-    "hooks/weights/storages.py": {"_WIDEST"},
+    "hooks/weights/model_parts.py": {"_WIDEST"},
 }
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
@@ -341,9 +341,9 @@ def test_a_broken_reference_is_seen(path: str, text: str) -> None:
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes
-    *("hooks/programs/facts.py", "hooks/server/page_size.py"),
+    *("hooks/programs/facts.py", "hooks/server/loading.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
-    *(f"hooks/plan/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
+    *("hooks/plan/loops.py", "hooks/plan/run.py"),
     *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 
@@ -393,7 +393,7 @@ PROCESS = {
     },
     "hooks/device/graphs.py": {"GRAPHS": "torch's class of graphs is one for all devices"},
     "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
-    "hooks/forward/local_layers.py": {"_known": "by model: what splices it and what streams it know only the model"},
+    "hooks/forward/hook_base.py": {"_known": "by model: what splices it and what streams it know only the model"},
     "hooks/forward/lease.py": {
         "on_this_thread": "of one thread: the leases that it has open",
         "_numbers": "no two leases have the same",
@@ -410,8 +410,8 @@ PROCESS = {
     "hooks/pieces/calls.py": {
         "_runners": "`forward` of a class is wrapped once",
         "_loops": "a loop is known by its cache",
+        "_users": "torch's switch of cuDNN's attention is the process's",
     },
-    "hooks/pieces/cudnn.py": {"_users": "torch's switch of cuDNN's attention is the process's"},
     "hooks/pieces/graph_pool.py": {"_without_collection": "Python collects for the whole process, or not"},
     "hooks/pieces/recipe.py": {
         "writes": "an operator of torch has one schema",
@@ -423,13 +423,15 @@ PROCESS = {
         "_recording": "names of transformers are replaced once",
         "_thread": "of one thread: who records it",
     },
-    "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
-    "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},
+    "hooks/plan/forward.py": {
+        "seen": "a configuration has the same forwards whoever plans with it",
+        "_all_widths": "a configuration has the same widths",
+    },
     "hooks/prefix/sessions.py": {
         "_stores": "`generate` of transformers is wrapped once",
         "_thread": "of one thread: may what it computes be stored?",
     },
-    "hooks/programs/notebook.py": {
+    "hooks/programs/first_use.py": {
         "_installed": "a notebook loads the extension once",
         "_watching": "the same",
     },
@@ -438,8 +440,11 @@ PROCESS = {
         "_device": "links share a thread of gloo, by the address of the machine",
         "local_address": "the machine's, on the way to a store",
     },
-    "hooks/server/length.py": {"is_open": "of one request"},
-    "hooks/server/tenants.py": {"asked_slo": "of one request", "asked_seed": "of one request"},
+    "hooks/server/tenants.py": {
+        "is_open": "of one request",
+        "asked_slo": "of one request",
+        "asked_seed": "of one request",
+    },
     "hooks/splice/elsewhere.py": {"_class_for": "a class for each class of cache layers, so that two are of one type"},
     "hooks/splice/proof.py": {"_known": "what was proven of a class of models, which no model changes"},
     "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},

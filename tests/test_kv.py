@@ -19,7 +19,7 @@ from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import NotInstalled
 from ballonet.hooks.forward.lease import ForwardLease, current
-from ballonet.hooks.kv import find_pages, grouping
+from ballonet.hooks.kv import grouping, pages
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
@@ -344,7 +344,7 @@ def test_what_torch_caches_of_the_pool_is_asked_for_before_giving_up(
             other.reset()
         return helps
 
-    monkeypatch.setattr(find_pages, "reclaim", reclaim)
+    monkeypatch.setattr(pages, "reclaim", reclaim)
     layer.update(*tokens(20))
     assert not asked
     if helps:

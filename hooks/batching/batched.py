@@ -21,7 +21,7 @@ from ...offload.governor.situation import Lendable
 from ...offload.policy.prefixes import chain
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
-from ..measure.histogram import Latencies
+from ..measure.timings import Latencies
 from ..prefix.identity import Identity
 from ..prefix.store import PrefixStore
 from .attention import Way

@@ -24,7 +24,7 @@ from ...allocator._native import Device, Group, Range
 from ...allocator.errors import DriverError, PoolExhausted
 from ...offload.residency.pieces import runs_of
 from ..device import governors
-from ..kv.find_pages import find_pages
+from ..kv.pages import find_pages
 from .client import SectorClient
 
 if TYPE_CHECKING:

@@ -1,10 +1,17 @@
-"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks.
+"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks, and what an
+out-of-memory error of one says beside the core's words: changes with which that forward would have had room.
 
 Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
     But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
     call of the module it belongs to. A call that is no longer on the stack was interrupted: its lease is closed when
     the same thread next runs the model, or ends. A call within one that is on the stack is nested, and needs nothing.
+
+Note [When help is asked for]
+    The core words the error where no Python may run (exhausted.cpp), and most programs that catch one never read it. So
+    what would help is worked out when the message is read, from sizes that were noted when it was raised. The message
+    is a str whose text grows then; code that looks into it without `str()`, as accelerate does into `args`, sees the
+    core's words.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import nn
@@ -25,10 +32,8 @@ from ...allocator._native import Range
 from ...allocator.errors import ModelInUse, PoolExhausted
 from ..weights.ranges import Weights
 from .gate import Gate
-from .hook_base import CALL, CallKeywords, Hook, opaquely, remove_all
-from .lease import ForwardLease
-from .local_layers import LocalLayers
-from .turns import Turn, Turns
+from .hook_base import CALL, CallKeywords, Hook, LocalLayers, opaquely, remove_all
+from .lease import ForwardLease, Turn, Turns
 
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
 
@@ -344,3 +349,33 @@ class LeaveLayer(Hook):
             opaquely(self)
         elif self._forwards.layers.inside == self._layer:
             self._forwards.layers.leave(self._layer)
+
+
+Ask = Callable[[], Sequence[str]]
+
+
+class Message(str):
+    """The core's words, and after the first `str()` what `ask` returns, too. Pickled as the text."""
+
+    _ask: Ask | None
+    _text: str
+
+    def __new__(cls, words: str, ask: Ask) -> Self:
+        made = super().__new__(cls, words)
+        made._ask, made._text = ask, words
+        return made
+
+    def __str__(self) -> str:
+        ask, self._ask = self._ask, None
+        if ask is not None and (changes := ask()):
+            self._text = f"{self._text}. By a plan of this forward it fits with {', or '.join(changes)}"
+        return self._text
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def explain(error: torch.OutOfMemoryError, ask: Ask) -> None:
+    """Makes the error's message say what would help. Idempotent."""
+    if error.args and isinstance(error.args[0], str) and not isinstance(error.args[0], Message):
+        error.args = (Message(error.args[0], ask), *error.args[1:])

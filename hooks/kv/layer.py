@@ -34,8 +34,7 @@ from ..device import graphs
 from ..forward.lease import GroupLease
 from .grouping import CacheRanges
 from .range import KVRange
-from .shown import Latest
-from .tensors import KVShape, Pair
+from .tensors import KVShape, Latest, Pair
 
 _THERE: Final = ("_range", "_latest")  # attributes that a copy cannot have
 

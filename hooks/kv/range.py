@@ -10,6 +10,16 @@ Note [Released prefix]
     A cache that is kept for later prompts, and begins with tokens that another one holds as well, gives back the pages
     of those (`release_prefix`): whole pages only, as a token may lie on two. Only a `part` behind them can be shown
     then. Before the cache is used again these tokens are written anew (`restoring_prefix`).
+
+Note [Prefills over the host]
+    A kernel reads keys and values once per block of its rows, over the link where they lie on the host: with few rows
+    that is as fast as copying them, with many it is a multiple. So what many rows read is copied to the device once per
+    layer (`copied_in`).
+
+Note [One place at a time]
+    The driver tells from the first address of a copy whether its source is the device or the host, and may have the CPU
+    make it. What CUDA does where later bytes lie elsewhere is not documented. So no copy of torch's, which is one call
+    of the driver where both sides are contiguous, spans pages of both; kernels may read any.
 """
 
 from __future__ import annotations
@@ -17,20 +27,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from typing import Final
 
 import torch
 
-from ...allocator._native import Device, Group, Lease
+from ...allocator._native import Device, Group, Lease, Range
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, on_this_thread
 from .pages import KVPages
-from .prefill import copied_in
-from .shown import ShownTokens
-from .tensors import KVShape, Pair, RangeTensors
+from .tensors import KVShape, Pair, RangeTensors, ShownTokens
 
 _cat: Final = torch.cat
 
@@ -334,3 +344,36 @@ class KVRange:
 @torch.compiler.disable(reason="pages of this KV cache are on their way from the host, which a graph cannot wait for")  # type: ignore[untyped-decorator]
 def _show_pages(pages: KVPages) -> None:
     pages.show()
+
+
+_ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
+
+
+def copied_in(device: Device, range_: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:
+    """Copies the keys and values of one layer, `shown`, which lie in `flat`, the first pieces of `range_`, to tensors
+    with the strides of a layer alone in its range. None where the copies would take pages from others."""
+    one = replace(geometry, layers=1)
+    keys, values = shown
+    size = keys.shape[2] * one.token_bytes + _ALIGNMENT
+    if (device.available + device.idle) * device.page_size < size:
+        return None
+    try:
+        memory = torch.empty(size // geometry.itemsize, dtype=flat.dtype, device=flat.device)
+    except torch.OutOfMemoryError:
+        return None
+    start = -memory.data_ptr() % _ALIGNMENT // geometry.itemsize
+    copies = (
+        memory.as_strided(keys.shape, one.k_strides, start + one.k_offset(0)),
+        memory.as_strided(values.shape, one.v_strides, start + one.v_offset(0)),
+    )
+    if geometry == one:
+        length, page = keys.shape[2] * one.token_stride, geometry.page // geometry.itemsize
+        pieces = range(geometry.pieces(keys.shape[2]))
+        for _, alike in groupby(pieces, range_.place):
+            first, *others = alike
+            part = flat[first * page : min(length, (first + 1 + len(others)) * page)]
+            memory[start + first * page :][: part.numel()].copy_(part)  # at the speed of the link
+    else:
+        for copy, original in zip(copies, shown, strict=True):
+            copy.copy_(original)
+    return copies

@@ -35,21 +35,19 @@ from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.tuning import PieceForwards
 from ..cache_argument import given_cache
 from ..compat import Cache
-from ..device import pressure
+from ..device import governors
 from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
 from ..measure.pace import Pace
 from ..measure.report import PiecesReport
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
 from .graph_pool import GraphPool
-from .plans import Act, KeyPlan, Variant
+from .plans import Act, KeyPlan, ModelSettings, Variant
 from .program import BrokenOff, Forward, Program, Stale
 from .recipe import difference, operands
 from .recorder import BATCH, ForwardRecorder, RecordedLayers
-from .resumed import ResumedForward
-from .seams import recording
-from .settings import ModelSettings
+from .seams import ResumedForward, recording
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
 WAYS: Final = ("fine", "coarse", "eager")
@@ -112,7 +110,7 @@ class PieceRunner:
         self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._settings: ModelSettings | None = None  # of the last forward that was recorded, where they may change
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
-        pressure.add(device, self, graphs=True)
+        governors.add_giver(device, self, graphs=True)
 
     # -- forwards
 
@@ -194,7 +192,7 @@ class PieceRunner:
         return _Output(program.output(forward))
 
     def _finish(self, stock: Callable[..., Any], plan: KeyPlan, task: _Task, broken: BrokenOff) -> _Output | None:
-        """Computes a forward on eagerly, see resumed.py; None where nothing of it was, and it can be recorded."""
+        """Computes a forward on eagerly, see seams.py; None where nothing of it was, and it can be recorded."""
         why = broken.__cause__
         if isinstance(why, Stale):
             plan.call = None  # the next one is recorded

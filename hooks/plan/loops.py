@@ -1,21 +1,36 @@
-"""The generation loop of one model on a virtual clock: transformers' own, one step at a time."""
+"""The generation loop of one model on a virtual clock, transformers' own, one step at a time; and the seconds of a
+managed model's step beside its compute, from what has happened to its pages.
+
+Note [What is charged]
+    For streamed layers a step waits as long as the schedule predicts for repeated passes (offload/policy/schedule.py).
+    Bytes that are read in place cross the link in each step, and nothing hides that: layers without a slot, KV of the
+    batch on the host. A step also waits for everything moved since the last one, of any model: layers and KV to the
+    host and back. On a GPU a part of that hides behind compute; here none does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from ...allocator._native import Device
+from ...allocator.errors import PoolExhausted
+from ...offload.policy.interval import Costs
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import Step
 from ...offload.policy.tuning import DEFAULT
+from ..batching.cache import ElasticPagedCache
+from ..batching.client import SectorClient
 from ..batching.scheduler import ElasticScheduler
-from ..server.arrivals import BLOCK, RecordedArrival
-from ..server.load import Answered
-from .machine import Tenant
-from .virtual_model import Clock, VirtualModel
+from ..forward.lease import GroupLease
+from ..managed import Managed, pace_of, residency_of
+from ..server.load import BLOCK, Answered, RecordedArrival
+from ..streaming.model_residency import ModelResidency
+from .machine import Clock, Machine, Tenant, VirtualModel
 
 Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # time, model, (request, new tokens) of the step
 
@@ -136,3 +151,63 @@ def _state(name: str, arrival: RecordedArrival, number: int) -> Any:
     own = 2**30 + number * 2**15 % 2**30
     tokens += [own + n % 2**15 for n in range(arrival.prompt - len(tokens))]
     return RequestState(name, tokens, streaming=True, max_new_tokens=max(1, arrival.new), eos_token_id=-1)
+
+
+class Charges:
+    """The charges of all models of one device. `moved`, `stalls`: seconds so far of copies, and of reads."""
+
+    def __init__(self, device: Device, machine: Machine, clock: Clock, in_place: float) -> None:
+        """`machine`: scaled, `Machine.here`; `in_place`: fraction of the link's bandwidth that reads in
+        place reach."""
+        self.moved = 0.0
+        self.stalls = 0.0  # of streamed layers, and of reads in place
+        self._device = device
+        self._page = machine.page_size / machine.link
+        self._link = machine.link
+        self._in_place = in_place
+        self._clock = clock
+        self._copied = 0
+        self._streamed: dict[int, frozenset[int]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts counting copies: earlier ones cost nothing."""
+        self._copied = self._total()
+
+    def step(self, loop: VirtualLoop, handle: Managed) -> None:
+        """Computes a step of a loop: allocates its activations, and advances the clock. torch.OutOfMemoryError."""
+        cache: ElasticPagedCache = loop.processor.cache
+        residency = residency_of(handle)
+        self._device.synchronize()  # all copies have ended: otherwise the figures depended on this machine's speed
+        with GroupLease(cache.group):
+            cache.pages.client.uses()
+            nbytes = sum(cache.sizes.of(new, held) for new, held in loop.sequences)
+            try:
+                block = self._device.allocate(nbytes)
+            except PoolExhausted as error:
+                raise torch.OutOfMemoryError(f"no room for activations: {error}") from error
+            try:
+                seconds = loop.seconds
+                self._clock.now += seconds
+                with pace_of(handle).waiting():
+                    self._clock.now += self._waits(cache.pages.client, residency, seconds)
+            finally:
+                self._device.deallocate(block)
+
+    def _waits(self, client: SectorClient, residency: ModelResidency, seconds: float) -> float:
+        plan, before = residency.plan, self._streamed.get(id(residency), frozenset())
+        stall = Costs(plan.pages, seconds, self._page).expected(plan) - seconds
+        away = client.read_displaced + residency.arrangement.read_in_place
+        self._streamed[id(residency)] = frozenset(plan.streamed)
+        back = sum(plan.pages[layer] for layer in before.difference(plan.streamed))
+        copied, self._copied = self._copied, self._total()
+        moved = (self._copied - copied) / self._link + back * self._page
+        self.stalls += stall + away * self._page / self._in_place
+        self.moved += moved
+        return stall + away * self._page / self._in_place + moved
+
+    def _total(self) -> int:
+        """Returns the bytes copied so far, without weights to the device: streamed layers are in the stalls, and
+        restored ones are counted by `_waits`."""
+        copied = self._device.snapshot()["copied"]
+        return sum(nbytes for what, nbytes in copied.items() if what != "weights_h2d")

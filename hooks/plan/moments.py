@@ -15,9 +15,8 @@ from ..device import governors
 from ..kv.grouping import CacheSizes, geometry_for
 from ..programs.model_info import Widths
 from ..weights.capacity import working_pages
-from ..weights.layers import decoder_layers
-from .forward import SeenForward, seen
-from .shape import ModelShape
+from ..weights.model_parts import decoder_layers
+from .forward import ModelShape, SeenForward, seen
 
 _INDEX = 8  # bytes of a token's number
 

@@ -41,8 +41,7 @@ from ...offload.policy.stored import Reading, reading
 from ...offload.record.record import Record
 from ...offload.residency.prefix_file import Array, Saved
 from ...offload.residency.prefix_files import PrefixFiles
-from ..device.marks import relaxed
-from ..device.streams import torch_device
+from ..device.streams import relaxed, torch_device
 from .identity import Identity, fingerprint
 from .sequence import Counts, Gone, Pair, StoredTokens, TokenRun, TokenSource
 

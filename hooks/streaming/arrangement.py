@@ -10,7 +10,7 @@ Note [Host copies of returned layers]
 Note [Dropped layers]
     A layer that another replica runs for this one is dropped. The governor counts no pages for it, so it is in no plan,
     and only `restore` makes it resident again. In fact it streams, through one slot that all dropped layers share,
-    behind those of the plan. While this process does not run it (hooks/forward/local_layers.py) it has no place in that
+    behind those of the plan. While this process does not run it (hooks/forward/hook_base.py) it has no place in that
     slot's order and nothing is copied. If this process has to run it, having lost its partner, it streams as any layer:
     slow, and right.
 """
@@ -30,9 +30,8 @@ from ...allocator.errors import ManageError
 from ...offload.policy.plan import Plan, streaming
 from ...offload.residency.layer_parts import StreamedLayer, spans
 from ..weights import capacity, moving
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers, members
 from ..weights.ranges import Weights
-from ..weights.storages import members
 from .streamed import CAPTURED, Layer, Streaming
 
 

@@ -19,8 +19,7 @@ from ...allocator.config import Config
 from ...allocator.errors import ConfigError
 from ..batching.pages import RESERVED
 from ..options import ManageOptions, given
-from .cache import EngineCache, Reserving
-from .gate import BlockGate
+from .cache import BlockGate, EngineCache, Reserving
 
 logger = init_logger("vllm.ballonet")
 OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes", "shared_budget")

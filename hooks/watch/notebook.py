@@ -11,9 +11,8 @@ from rich.console import Group
 
 from ...allocator.errors import BallonetError
 from ...offload.policy.tuning import DEFAULT
-from .lines import lines_of
 from .processes import WatchedProcesses
-from .view import NOBODY, as_html, process
+from .view import NOBODY, as_html, lines_of, process
 
 
 class Watched:

@@ -24,10 +24,9 @@ from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ..device import governors
-from ..device.pressure import give_up
+from ..device.governors import give_up
 from ..device.shared import reserve
-from .layers import text_config
-from .storages import TensorSpan
+from .model_parts import TensorSpan, text_config
 
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
 

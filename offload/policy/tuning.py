@@ -582,7 +582,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/histogram.py)."""
+    """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/timings.py)."""
 
     # Seconds between two looks of `top` and `watch()`: less than a thousandth of the process's time, as a look takes
     # 0.4 ms of it. Measured: 2 shared cores, 32 layers of which 8 stream; tests/test_top.py holds the calls of a look.

@@ -63,12 +63,11 @@ if TYPE_CHECKING:
     from .allocator.install import allocator, install, restore
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
-    from .hooks.loading import from_pretrained
-    from .hooks.manage import manage
+    from .hooks.manage import from_pretrained, manage
     from .hooks.managed import Managed
     from .hooks.memory_snapshot import snapshot
     from .hooks.plan.planner import plan
-    from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
+    from .hooks.programs.first_use import load_ipython_extension, unload_ipython_extension
     from .hooks.replicas.errors import (
         ChecksumError,
         Interrupted,

@@ -16,9 +16,8 @@ from ballonet.allocator.errors import ManageError
 from ballonet.hooks.device import governors
 from ballonet.hooks.plan.loops import Decision
 from ballonet.hooks.plan.machine import Machine, MachineSizes, Tenant, dealt
-from ballonet.hooks.plan.policies import POLICIES, default, named
-from ballonet.hooks.plan.run import run
-from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.plan.run import POLICIES, default, named, run
+from ballonet.hooks.server.load import RecordedArrival
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import fewest
 from ballonet.offload.policy.step_costs import Parts, Step

@@ -31,8 +31,7 @@ def add(commands: Any) -> None:
 
 
 def _load(args: argparse.Namespace) -> None:
-    from ..hooks.server.arrivals import read
-    from ..hooks.server.load import headers, replay, summary
+    from ..hooks.server.load import headers, read, replay, summary
 
     try:
         from openai import AsyncOpenAI

@@ -52,8 +52,7 @@ def tokens(text: str) -> int:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from ..hooks.plan.planner import Planner
-    from ..hooks.plan.show import show
+    from ..hooks.plan.planner import Planner, show
     from ..offload.policy.tuning import DEFAULT
     from ..offload.timeline import picture
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
-from ..hooks.watch.ports import check_free
+from ..hooks.watch.endpoint import check_free
 from . import arguments, serve_replicas
 from .output import say
 from .run import add_options
@@ -93,7 +93,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
         from ..hooks.server.application import Address
-        from ..hooks.server.page_size import suitable
+        from ..hooks.server.loading import suitable
         from ..hooks.server.server import Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error

@@ -65,9 +65,8 @@ def _top(args: argparse.Namespace) -> None:
 
 def _show(processes: WatchedProcesses, console: Console, *, as_json: bool, plain: bool = False) -> None:
     """Prints one look: as a line of JSON, as plain lines, or as a terminal shows it."""
-    from ..hooks.watch.lines import lines_of
-    from ..hooks.watch.rates import plain_look
-    from ..hooks.watch.view import NOBODY, process
+    from ..hooks.watch.processes import plain_look
+    from ..hooks.watch.view import NOBODY, lines_of, process
 
     seen = processes.seen
     if as_json:

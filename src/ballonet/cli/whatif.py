@@ -167,13 +167,12 @@ def _noting(requests: int) -> Callable[[int], None]:
 def _pages(args: argparse.Namespace) -> None:
     """One device and its pages, by policy."""
     from ..hooks.plan.machine import Machine, Tenant, checked
-    from ..hooks.plan.policies import default, named
-    from ..hooks.plan.run import run
+    from ..hooks.plan.run import default_policies, policy_named, run
 
     models: list[str] = args.model
-    policies = [text.strip() for text in args.policy.split(",")] if args.policy else list(default(len(models)))
+    policies = [text.strip() for text in args.policy.split(",")] if args.policy else list(default_policies(len(models)))
     for choice in policies:
-        named(choice, len(models))
+        policy_named(choice, len(models))
     if len(args.trace) not in (1, len(models)) or len(args.costs or [None]) not in (1, len(models)):
         args.wrong(f"give one trace and one file of costs, or one for each of the {len(models)} models")
     if args.turns is not None and (len(models) == 1 or len(args.trace) > 1):
@@ -214,7 +213,7 @@ def _rows(policies: list[str], run: Callable[[str], dict[str, Any]]) -> None:
 def _arrivals(args: argparse.Namespace, models: int) -> list[Any]:
     """The requests of each model."""
     from ..hooks.plan.machine import dealt
-    from ..hooks.server.arrivals import lengthened, read
+    from ..hooks.server.load import lengthened, read
 
     options = {"limit": args.limit, "rate": float(args.rate), "scale": float(args.scale)}
     traces = [lengthened(read(path, **options), float(args.lengths)) for path in args.trace]
@@ -233,7 +232,7 @@ def _config(name: str) -> Any:
 def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str, int], batching: Any) -> Any:
     """What steps of a model take: from its file, or measured and written there."""
     from ..hooks.plan.machine import costs_of
-    from ..hooks.plan.step_measurement import measure_steps
+    from ..hooks.plan.run import measure_steps
 
     name = args.model[number]
     _config(name)
