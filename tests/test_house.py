@@ -342,7 +342,7 @@ EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes
     *("hooks/programs/facts.py", "hooks/server/loading.py"),
-    *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
+    *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/processes.py"),
     *("hooks/plan/loops.py", "hooks/plan/run.py"),
     *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }

@@ -195,7 +195,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Does nothing: nothing comes from outside."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Changes:
-        """Returns the blocks to open and close before this step: see gate.py, Note [Only what has pages]."""
+        """Returns the blocks to open and close before this step: see cache.py, Note [Only what has pages]."""
         plan, gate = self._plan, self._plan.gate
         assert gate is not None
         need = plan.need

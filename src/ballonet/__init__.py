@@ -101,9 +101,9 @@ _HOMES = {
     "Managed": "hooks.managed",
     "Session": "hooks.session",
     "Stats": "allocator.stats",
-    "from_pretrained": "hooks.loading",
+    "from_pretrained": "hooks.manage",
     "install": "allocator.install",
-    "load_ipython_extension": "hooks.programs.notebook",
+    "load_ipython_extension": "hooks.programs.first_use",
     "manage": "hooks.manage",
     "plan": "hooks.plan.planner",
     "restore": "allocator.install",
@@ -112,7 +112,7 @@ _HOMES = {
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
     "watch": "hooks.watch.notebook",
-    "unload_ipython_extension": "hooks.programs.notebook",
+    "unload_ipython_extension": "hooks.programs.first_use",
 }
 _MODULES = ("metrics",)  # of the facade, imported when they are first used
 
