@@ -114,7 +114,7 @@ FACTS = {
     "offload/residency/safetensors.py": {"LONGEST_HEADER"},
     "offload/residency/weights_file.py": {"TICK"},
     "hooks/device/streams.py": {"_RELAXED"},
-    "hooks/kv/range.py": {"_ALIGNMENT"},
+    "hooks/kv/ranges.py": {"_ALIGNMENT"},
     "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/identity.py": {"SAMPLES"},
@@ -122,7 +122,7 @@ FACTS = {
     "hooks/pieces/batch.py": {"SMALLEST"},  # rows below which no other kernels are taken
     "hooks/pieces/plans.py": {"CHANGES", "PROOFS", "VARIANTS"},  # two lengths are what a proof is
     "hooks/pieces/recipe.py": {"OUTSIDE"},
-    "hooks/plan/moments.py": {"_INDEX"},
+    "hooks/plan/needs.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
     "hooks/replicas/held_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
@@ -133,7 +133,7 @@ FACTS = {
     "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/files.py": {"_ENTRY"},
-    "hooks/weights/capacity.py": {"_LOGITS"},
+    "hooks/weights/ranges.py": {"_LOGITS"},
     "hooks/weights/model_parts.py": {"_WIDEST"},
 }
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
@@ -339,11 +339,11 @@ def test_a_broken_reference_is_seen(path: str, text: str) -> None:
 
 
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
-    "hooks/kv/range.py",  # a cache outside of managed models
+    "hooks/kv/ranges.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes
     *("hooks/programs/facts.py", "hooks/server/loading.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/processes.py"),
-    *("hooks/plan/loops.py", "hooks/plan/run.py"),
+    *("hooks/plan/machine.py", "hooks/plan/run.py"),
     *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 

@@ -12,7 +12,7 @@ from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach
-from ..weights.capacity import host_pages_left
+from ..weights.ranges import host_pages_left
 from .cache import ElasticPagedCache
 from .pages import SectorPages
 

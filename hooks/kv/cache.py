@@ -30,8 +30,8 @@ from ..compat import (
     prepared_caches,
     without_modules,
 )
-from .grouping import CacheRanges
 from .layer import ElasticLayer
+from .ranges import CacheRanges
 
 
 class ElasticHybridLayer(HybridLayer, ElasticLayer):  # type: ignore[misc, override]

@@ -37,8 +37,8 @@ from ..compat import PREPARE_CACHE, GenerationMixin, layer_types
 from ..device.references import label
 from ..forward.lease import ForwardLease, opened
 from .cache import ELASTIC, elastic_numbers, reason_to_leave
-from .grouping import CacheRanges
 from .layer import ElasticLayer
+from .ranges import CacheRanges
 
 _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cache which grows on the device
 

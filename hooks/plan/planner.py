@@ -25,8 +25,7 @@ from ...offload.policy.planner.memory import PlanBudget
 from ..device import governors
 from ..measure.report import interval_of
 from .forward import ModelShape, shape_of
-from .hardware import Device, Speed, device_of, host_pages, speed_of
-from .moments import Sizing
+from .needs import Device, Sizing, Speed, device_of, host_pages, speed_of
 
 Facts = dict[str, Any]
 _UNITS: Final = {

@@ -5,7 +5,7 @@ Note [What is real]
     Requests go through transformers' own loop, and ballonet's scheduler, admission, preemption, cache and governor.
     Weights, KV and activations have pages of the stand-in driver, which are taken, moved to the host and restored as
     usual. But no layer computes: a step takes the seconds of `Parts` for its new tokens and those that it reads
-    (step_costs.py), and those of loops.py for its copies, and each answer has as many tokens as were recorded. One
+    (step_costs.py), and those of machine.py for its copies, and each answer has as many tokens as were recorded. One
     step is computed at a time; models take turns.
 
 Note [Exactly again]
@@ -48,8 +48,7 @@ from ..manage import managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..server.load import RecordedArrival, summary
-from .loops import Charges, Decision, VirtualLoop
-from .machine import Clock, Machine, MachineSizes, Tenant, VirtualModel, checked
+from .machine import Charges, Clock, Decision, Machine, MachineSizes, Tenant, VirtualLoop, VirtualModel, checked
 
 
 @dataclass(frozen=True, slots=True)

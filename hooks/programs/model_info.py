@@ -27,7 +27,7 @@ from ...offload.policy.geometry import longest
 from ...offload.policy.plan import Fewest
 from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
 from ..kv.cache import CachePlan, LayerPlan, plan
-from ..kv.grouping import CacheSizes, geometry_for
+from ..kv.ranges import CacheSizes, geometry_for
 from ..pieces.outlook import foreseen
 from ..weights.model_parts import decoder_layers
 

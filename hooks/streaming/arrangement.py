@@ -29,7 +29,7 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError
 from ...offload.policy.plan import Plan, streaming
 from ...offload.residency.layer_parts import StreamedLayer, spans
-from ..weights import capacity, moving
+from ..weights import moving, ranges
 from ..weights.model_parts import decoder_layers, members
 from ..weights.ranges import Weights
 from .streamed import CAPTURED, Layer, Streaming
@@ -149,7 +149,7 @@ class Arrangement:
         layers = own.layers
         if not layers or not scarce or torch.is_grad_enabled():
             return layers
-        over = own.host_pages - capacity.host_pages_left(self._weights.device)
+        over = own.host_pages - ranges.host_pages_left(self._weights.device)
         pages = accumulate((self.pages[layer] for layer in layers), initial=0)
         return tuple(layer for layer, before in zip(layers, pages, strict=False) if before < over)
 

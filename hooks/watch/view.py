@@ -1,10 +1,13 @@
-"""What is shown of processes, in a terminal, on plain lines and in a notebook: facts as rows of text, and the screen of
-`top` and `watch()`, a list of processes and devices if there are several, and one of them in full.
+"""What is shown of processes, in a terminal, on plain lines and in a notebook by `ballonet.watch()`: facts as rows of
+text, and the screen, a list of processes and devices if there are several, and one of them in full.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib import import_module
 from io import StringIO
 from typing import Any, Final, NamedTuple
 
@@ -13,10 +16,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ...allocator.errors import BallonetError
 from ...allocator.units import format_size, format_time
 from ...offload.policy.tuning import DEFAULT, Watching
 from ...offload.timeline.series import COLOURS
-from .processes import Look, SeenProcess, copy_rates, kv_tiers, whose
+from .processes import Look, SeenProcess, WatchedProcesses, copy_rates, kv_tiers, whose
 
 
 class Row(NamedTuple):
@@ -213,3 +217,70 @@ def _list(seen: Sequence[SeenProcess], chosen: int, columns: int) -> Table:
             style="bold" if place == chosen else "",
         )
     return table
+
+
+class Watched:
+    """The result of `watch()`: a notebook shows it as `top` does, `print` as lines, each time by a new look. `stop()`
+    ends live updates. `live`: does it change by itself?"""
+
+    def __init__(self, processes: WatchedProcesses, period: float, widget: Any = None) -> None:
+        """`widget`: an ipywidgets.HTML to keep up to date, or None."""
+        self._processes = processes
+        self._period = period
+        self._widget = widget
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        if widget is not None:
+            widget.value = self._html()
+            self._thread = threading.Thread(target=self._run, name="ballonet-watch", daemon=True)
+            self._thread.start()
+
+    @property
+    def live(self) -> bool:
+        """Does it change by itself?"""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Stops live updates. Idempotent."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._period) and not self._processes.ended:
+            try:
+                self._processes.look()
+                self._widget.value = self._html()
+            except BallonetError as error:
+                self._widget.value = f"<p>{escape(str(error))}</p>"
+                return
+
+    def _html(self) -> str:
+        return as_html(Group(*map(process, self._processes.seen))) if self._processes.seen else f"<p>{NOBODY}</p>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Renders the widget, or a table of this moment, for a notebook."""
+        if self._widget is not None:
+            bundle: dict[str, Any] = self._widget._repr_mimebundle_()
+            return bundle
+        self._processes.look()
+        return {"text/html": self._html(), "text/plain": str(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(line for seen in self._processes.seen for line in lines_of(seen)) or NOBODY
+
+
+def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Watched:
+    """Shows pages by owner, copies per second, streamed layers, KV by tier and the last decisions, of this process and
+    all others of this user that run ballonet, or of one.
+
+    `pid`: of that one; `every`: seconds between looks. With ipywidgets it is live until `stop()`; without, a table of
+    the moment in which it is shown. NoSuchProcess, NotPermitted, NotReachable for a `pid` that cannot be looked at.
+    """
+    processes = WatchedProcesses(pid)
+    processes.look()
+    try:
+        widgets = import_module("ipywidgets")
+    except ModuleNotFoundError:
+        return Watched(processes, every)
+    return Watched(processes, every, widgets.HTML())

@@ -37,7 +37,7 @@ from ...allocator.errors import BallonetError, ManageError
 from ...allocator.patches import Seam, Undo
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
-from . import capacity
+from . import ranges
 from .model_parts import TensorMember, TensorSpan, decoder_layers, layer_lists, members, spans, survey
 from .moving import tenants_of
 from .ranges import Files, Weights
@@ -135,7 +135,7 @@ class WeightsFollower:
         surveyed = survey(_without(shared, all_members), device, from_host=files is not None)
         if surveyed.refused is not None:
             raise surveyed.refused
-        working = capacity.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
+        working = ranges.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
         plan = self._weights.adopt(surveyed.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
         SupervisorLost,
     )
     from .hooks.session import Session
-    from .hooks.watch.notebook import watch
+    from .hooks.watch.view import watch
     from .offload.timeline.recorder import timeline
 
 __version__ = "0.2.0"
@@ -111,7 +111,7 @@ _HOMES = {
     "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
-    "watch": "hooks.watch.notebook",
+    "watch": "hooks.watch.view",
     "unload_ipython_extension": "hooks.programs.first_use",
 }
 _MODULES = ("metrics",)  # of the facade, imported when they are first used

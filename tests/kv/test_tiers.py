@@ -19,8 +19,8 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as find_pages
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
