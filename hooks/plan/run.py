@@ -109,7 +109,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
 }
 
 
-def policy_named(name: str, models: int) -> Policy:
+def named(name: str, models: int) -> Policy:
     """Returns the policy of that name, for so many models. ManageError where there is none."""
     if name not in POLICIES:
         raise ManageError(f"no policy {name!r}: there are {', '.join(POLICIES)}")
@@ -118,7 +118,7 @@ def policy_named(name: str, models: int) -> Policy:
     return POLICIES[name]
 
 
-def default_policies(models: int) -> tuple[str, ...]:
+def default(models: int) -> tuple[str, ...]:
     """Returns the names of the policies that are compared by default."""
     return ("stock", "full", "fast") if models == 1 else ("split", "swap", "fast")
 
@@ -186,7 +186,7 @@ def run(
     ContinuousBatchingConfig; `slos`: TTFT and TPOT in seconds, for the goodput, and as SLOs of each request if `ask`;
     `note`: called with the number of requests that have ended; `log`: gets each step. ManageError, ConfigError,
     torch.OutOfMemoryError."""
-    chosen = policy_named(policy, len(tenants))
+    chosen = named(policy, len(tenants))
     checked(tenants, machine)
     clock = Clock()
     asks = RequestSLO(*slos) if ask else NOTHING

@@ -232,12 +232,12 @@ def _chunk_cost(args: argparse.Namespace, arrivals: Any) -> Any:
 def _pages(args: argparse.Namespace) -> None:
     """One device and its pages, by policy."""
     from ..hooks.plan.machine import Machine, Tenant, checked
-    from ..hooks.plan.run import default_policies, policy_named, run
+    from ..hooks.plan.run import default, named, run
 
     models: list[str] = args.model
-    policies = [text.strip() for text in args.policy.split(",")] if args.policy else list(default_policies(len(models)))
+    policies = [text.strip() for text in args.policy.split(",")] if args.policy else list(default(len(models)))
     for choice in policies:
-        policy_named(choice, len(models))
+        named(choice, len(models))
     if len(args.trace) not in (1, len(models)) or len(args.costs or [None]) not in (1, len(models)):
         args.wrong(f"give one trace and one file of costs, or one for each of the {len(models)} models")
     if args.turns is not None and (len(models) == 1 or len(args.trace) > 1):
