@@ -39,7 +39,7 @@ from ...offload.policy.step_costs import Parts, Step
 from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Point, Record
 from ..batching.cache import ElasticPagedCache
-from ..batching.client import SectorClient
+from ..batching.pages import SectorClient
 from ..batching.scheduler import ElasticScheduler
 from ..forward.lease import GroupLease
 from ..managed import Managed, pace_of, residency_of
