@@ -56,9 +56,7 @@ def attach_prefixes(
         from .prefix.saving import Saver
 
         record, governor, limit = (lambda: residency.timings.record), governors.of(device), options.prefix_dir_limit
-        store.contents.saver = Saver(
-            model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
-        )
+        store.contents.saver = Saver(model, device, folder, limit, store, governor, record)
     if (batched := seams.batched(model)) is not None and batched.loop_caches is not None:
         batched.loop_caches.share(store)
     detach = sessions.attach(model, store)
@@ -98,18 +96,15 @@ def attach_pieces(
     from .pieces import calls
     from .pieces.runner import PieceRunner
 
-    governor = governors.of(device)
     streaming, local_layers = residency.streaming, forwards.local_layers
     runner = PieceRunner(
         model,
         device,
-        residency.name,
+        governors.of(device),
         lambda: streaming.bound if local_layers.span is None else None,
-        lambda: governor.pages.scarce,
         forwards.between_layers,
         pace,
         options.priority,
-        governor.tuning.pieces,
     )
     restore = calls.keep_off(model)
     detach = calls.attach(model, runner)

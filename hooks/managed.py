@@ -26,7 +26,7 @@ from . import attaching
 from .device import governors
 from .device.governors import give_up_graphs
 from .device.streams import marks_of
-from .forward.forwards import Forwards, explain
+from .forward.forwards import ForwardEvents, Forwards, explain
 from .forward.gate import Gate
 from .forward.hook_base import local_layers_of
 from .forward.lease import ForwardLease, Turns
@@ -145,14 +145,16 @@ class Managed:
             streaming = self._residency.streaming
             self._forwards = Forwards(
                 self._weights,
-                open_lease,
-                self._before,
-                self._residency.after,
-                partial(governors.yield_pages, device, governor),
+                ForwardEvents(
+                    open_lease,
+                    self._before,
+                    self._residency.after,
+                    partial(governors.yield_pages, device, governor),
+                    self._explain,
+                ),
                 self._turns,
                 streaming,
                 local_layers_of(model),
-                self._explain,
             )
             undo.callback(self._forwards.unhook)
             inner = runners(model)

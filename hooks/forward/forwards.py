@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import FrameType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -38,35 +38,36 @@ from .lease import ForwardLease, Turn, Turns
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
 
 
+class ForwardEvents(NamedTuple):
+    """What is called around forwards of a model: `lease` makes the lease of one; `before(args, kwargs)` at the
+    beginning of each outermost one, under its lease, `after()` at its end; `yield_pages()` between two layers when
+    other threads request pages; `exhausted` with an out-of-memory error of one."""
+
+    lease: Callable[[], ForwardLease]
+    before: Callable[[Sequence[Any], Mapping[str, Any]], None]
+    after: Callable[[], None]
+    yield_pages: Callable[[], None]
+    exhausted: Callable[[torch.OutOfMemoryError], None]
+
+
 class Forwards:
     """The hooks of one model, and the forwards of it that are running."""
 
     def __init__(
         self,
         weights: Weights,
-        lease: Callable[[], ForwardLease],
-        before: Callable[[Sequence[Any], Mapping[str, Any]], None],
-        after: Callable[[], None],
-        yield_pages: Callable[[], None],
+        events: ForwardEvents,
         turns: Turns,
         layers: Layers,
         local_layers: LocalLayers,
-        exhausted: Callable[[torch.OutOfMemoryError], None],
     ) -> None:
-        """`lease` makes the lease of a forward. `before(args, kwargs)` is called at the beginning of each outermost
-        forward, under its lease, `after()` at its end, `yield_pages()` between two layers when other threads request
-        pages. `layers` is called for each decoder layer that runs. `local_layers`: which layers this process runs.
-        `exhausted` is called with an out-of-memory error of a forward."""
+        """`layers` is called for each decoder layer that runs. `local_layers`: which layers this process runs."""
         # called before each decoder layer: the one point at which `ballonet.testing` moves pages
         self.at_layer: Callable[[], None] | None = None
         self.count = 0  # decoder layers that are hooked
         self.weights = weights
-        self._lease = lease
-        self._before = before
-        self._after = after
-        self.yield_pages = yield_pages
+        self._lease, self._before, self._after, self.yield_pages, self.exhausted = events
         self.local_layers = local_layers
-        self.exhausted = exhausted
         self._turns = turns
         self.layers = layers
         self.outermost = _Outermost()

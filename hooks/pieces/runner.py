@@ -32,10 +32,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Device
 from ...allocator.interrupts import Guarded, guarded
-from ...offload.policy.tuning import PieceForwards
+from ...offload.governor.governor import Governor
 from ..cache_argument import given_cache
 from ..compat import Cache
 from ..device import governors
+from ..device.references import label
 from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
 from ..measure.pace import Pace
@@ -75,16 +76,14 @@ class PieceRunner:
         self,
         model: nn.Module,
         device: Device,
-        name: str,
+        governor: Governor,
         away: Callable[[], Container[int] | None],
-        scarce: Callable[[], bool],
         between: Callable[[], object],
         pace: Pace,
         priority: int,
-        tuning: PieceForwards,
     ) -> None:
-        """`away`: returns the decoder layers that run on their own, as they are read from slots; None where no forward
-        may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
+        """`governor`: of the device. `away`: returns the decoder layers that run on their own, as they are read from
+        slots; None where no forward may run by pieces. `between`: called before a forward by graphs, in place
         of what hooks do between two layers. `pace`: times the forwards. `priority`: of the model."""
         self.priority = priority
         self.calls = weakref.WeakValueDictionary[int, Any]()  # of generate(), and loops, by id
@@ -94,12 +93,12 @@ class PieceRunner:
         self.acted: Act = Act.EAGER  # what the last forward did
         self._model = weakref.ref(model)
         self._device = device
-        self._name = name
+        self._name = label(model)
         self._away = away
-        self._scarce = scarce
+        self._scarce: Callable[[], bool] = lambda: governor.pages.scarce  # are device pages short now?
         self._between = between
         self._pace = pace
-        self._tuning = tuning
+        self._tuning = governor.tuning.pieces
         self._torch_device = torch_device(device)
         self._plans: OrderedDict[Any, KeyPlan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
