@@ -46,7 +46,7 @@ from ..managed import Managed, pace_of, residency_of
 from ..profile import Grid
 from ..server.load import BLOCK, Answered, RecordedArrival
 from ..streaming.model_residency import ModelResidency
-from ..weights.model_parts import decoder_layers
+from ..weights.model_parts import bytes_of_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,7 @@ class MachineSizes:
     @classmethod
     def of(cls, config: Any) -> MachineSizes:
         """Returns the sizes of a model with this configuration, in its own dtype."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-        layers = tuple(sum(parameter.nbytes for parameter in layer.parameters()) for layer in decoder_layers(model))
-        return cls(layers, sum(parameter.nbytes for parameter in model.parameters()) - sum(layers))
+        return cls(*bytes_of_weights(config))
 
     @property
     def total(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from fastapi import HTTPException
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...allocator._native import Device
@@ -22,7 +22,7 @@ from ...allocator.units import format_size
 from ...offload.policy.page_size import Rounding, fitting
 from ...offload.policy.tuning import DEFAULT
 from ..compat import keeps_requests_apart
-from ..weights.model_parts import decoder_layers
+from ..weights.model_parts import bytes_of_weights
 
 
 class Models(ModelManager):
@@ -92,9 +92,10 @@ def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) 
     """Returns the page size for models with these names or folders; None where one cannot be built without values."""
     usual, tuning = page_size(Config(), kind), DEFAULT.serving
     try:
-        ranges = [nbytes for name in names for nbytes in _ranges(name)]
+        sizes = [bytes_of_weights(AutoConfig.from_pretrained(name)) for name in names]
     except Exception:  # any error: loading the model will report it
         return None
+    ranges = [nbytes for layers, rest in sizes for nbytes in (*layers, rest)]
     return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], tuning.smallest_page))
 
 
@@ -110,12 +111,3 @@ def suitable(names: Sequence[str], budget: int | str | None, say: Callable[[str]
     lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"
     say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
     return found.page
-
-
-def _ranges(name: str) -> list[int]:
-    """Returns the bytes of weights of each decoder layer, and of those outside of layers."""
-    config = AutoConfig.from_pretrained(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in decoder_layers(model)]
-    return [*layers, sum(weight.nbytes for weight in model.parameters()) - sum(layers)]

@@ -50,6 +50,17 @@ def runners(model: nn.Module) -> dict[nn.Module, bool]:
     }
 
 
+def bytes_of_weights(config: Any) -> tuple[tuple[int, ...], int]:
+    """Bytes of the weights of a model with this configuration, in its own dtype: (of each decoder layer, of the rest).
+    The model has no values."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    layers = tuple(sum(weight.nbytes for weight in layer.parameters()) for layer in decoder_layers(model))
+    return layers, sum(weight.nbytes for weight in model.parameters()) - sum(layers)
+
+
 def _lists_of(model: nn.Module) -> list[nn.ModuleList]:
     length = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(length, int) or length < 1:
