@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     from .profile import Grid
 
 NO_KEYWORDS: Final[Mapping[str, object]] = {}
+# Options of transformers that place or divide a model, as ballonet does itself
+_PLACING: Final = (
+    "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
+    "distributed_config",
+)  # fmt: skip
+_WHEREVER: Final = ("auto", "balanced", "balanced_low_0", "sequential")  # values of device_map
+_KERNELS: Final = ("use_kernels", "kernel_config")
 
 
 def manage(
@@ -222,15 +229,6 @@ def _published(on: Runtime) -> list[dict[str, Any]]:
         if model is not None and handle is not None and handle._weights.device is on.device:
             facts.append(model_facts(model, handle._residency, handle._weights, handle._prefixes))
     return with_names(facts)
-
-
-# Options of transformers that place or divide a model, as ballonet does itself
-_PLACING: Final = (
-    "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
-    "distributed_config",
-)  # fmt: skip
-_WHEREVER: Final = ("auto", "balanced", "balanced_low_0", "sequential")  # values of device_map
-_KERNELS: Final = ("use_kernels", "kernel_config")
 
 
 def from_pretrained(

@@ -36,6 +36,8 @@ from .cache import ElasticPagedCache
 from .memory import RequestMemory
 
 Candidate = tuple[Any, int]  # (transformers' state of a request, the new tokens that it would have in the batch)
+_FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
+Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +299,6 @@ class RequestSLOs:
         asked = [self.asked(state.request_id) for state in known if not state.generated_tokens]
         due = min((slo.arrived + slo.ttft for slo in asked if slo.ttft is not None), default=math.inf)
         return math.inf if decoding is None else decoding, due
-
-
-_FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
-Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
 
 
 class PrefixLoader:

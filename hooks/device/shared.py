@@ -41,6 +41,8 @@ from ...offload.policy.tuning import Sharing
 from . import governors
 from .shared_total import ask_to_give, facts_of, member_of
 
+_joining = threading.Lock()
+
 
 class _Giving:
     """Whether the budget is being lowered, and whether that was given up. See Note [Giving while a forward runs]."""
@@ -396,9 +398,6 @@ class Share:
             return used, used + self._lacks
         used = min(self.part, used + self._total // (2 * self._tuning.step))
         return used, used + standing.away * page + self._lacks
-
-
-_joining = threading.Lock()
 
 
 def join(runtime: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:

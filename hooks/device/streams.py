@@ -26,6 +26,7 @@ from ...allocator.errors import DriverError, ManageError
 # object; never called where torch was built without CUDA.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _CAPTURING = range(900, 910)  # the driver's errors for a wait for a stream that is being captured
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def wait_for_work(device: Device) -> None:
@@ -64,9 +65,6 @@ def note_of(device: Device) -> Callable[[int, int, bool], None]:
     if device.kind == "standin":
         return lambda address, nbytes, write: device.note_use(address, nbytes, 0, write)
     return lambda address, nbytes, write: device.note_stream(stream())
-
-
-_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Marks(Protocol):

@@ -36,6 +36,7 @@ from .hook_base import CALL, CallKeywords, Hook, LocalLayers, opaquely, remove_a
 from .lease import ForwardLease, Turn, Turns
 
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
+Ask = Callable[[], Sequence[str]]
 
 
 class ForwardEvents(NamedTuple):
@@ -350,9 +351,6 @@ class LeaveLayer(Hook):
             opaquely(self)
         elif self._forwards.layers.inside == self._layer:
             self._forwards.layers.leave(self._layer)
-
-
-Ask = Callable[[], Sequence[str]]
 
 
 class Message(str):

@@ -41,6 +41,7 @@ _REASON: Final = (
     "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
     "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
 )
+_known: Final[weakref.WeakKeyDictionary[nn.Module, LocalLayers]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
@@ -86,9 +87,6 @@ class LocalLayers:
         """Does this process run the decoder layer of this number?"""
         span = self.span
         return span is None or layer in span
-
-
-_known: Final[weakref.WeakKeyDictionary[nn.Module, LocalLayers]] = weakref.WeakKeyDictionary()
 
 
 def local_layers_of(model: nn.Module) -> LocalLayers:

@@ -33,6 +33,17 @@ from ..compat import (
 from .layer import ElasticLayer
 from .ranges import CacheRanges
 
+CROSS_ATTENTION: Final = "cross_attention"
+_STORES: Final = {  # class of layer -> what it stores
+    "DynamicLayer": "keys and values of every token, which grow with the sequence",
+    "LinearAttentionAndFullAttentionLayer": "keys and values of every token, which grow, beside a state of fixed size",
+    "DynamicSlidingWindowLayer": "the last tokens of a window only, whose size is fixed",
+    "DynamicIndexedLayer": "the keys of an index beside keys and values, for which there is no elastic layer",
+    "LinearAttentionLayer": "a state of fixed size, whatever the number of tokens",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "a state and a window, both of fixed size",
+    "DummyLayer": "nothing: the layer has no attention, or uses what another layer stores",
+}
+
 
 class ElasticHybridLayer(HybridLayer, ElasticLayer):  # type: ignore[misc, override]
     """The state of a linear-attention layer, which has a fixed size, beside keys and values in a range.
@@ -71,17 +82,6 @@ class ElasticHybridLayer(HybridLayer, ElasticLayer):  # type: ignore[misc, overr
 
 
 ELASTIC: Final[Mapping[object, type[ElasticLayer]]] = {kind.stock: kind for kind in (ElasticLayer, ElasticHybridLayer)}
-CROSS_ATTENTION: Final = "cross_attention"
-
-_STORES: Final = {  # class of layer -> what it stores
-    "DynamicLayer": "keys and values of every token, which grow with the sequence",
-    "LinearAttentionAndFullAttentionLayer": "keys and values of every token, which grow, beside a state of fixed size",
-    "DynamicSlidingWindowLayer": "the last tokens of a window only, whose size is fixed",
-    "DynamicIndexedLayer": "the keys of an index beside keys and values, for which there is no elastic layer",
-    "LinearAttentionLayer": "a state of fixed size, whatever the number of tokens",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "a state and a window, both of fixed size",
-    "DummyLayer": "nothing: the layer has no attention, or uses what another layer stores",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ from .pages import KVPages
 from .tensors import KVShape, Pair, RangeTensors, ShownTokens
 
 _cat: Final = torch.cat
+_ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
 
 
 class KVRange:
@@ -348,9 +349,6 @@ class KVRange:
 @torch.compiler.disable(reason="pages of this KV cache are on their way from the host, which a graph cannot wait for")  # type: ignore[untyped-decorator]
 def _show_pages(pages: KVPages) -> None:
     pages.show()
-
-
-_ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
 
 
 def copied_in(device: Device, range_: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:

@@ -31,6 +31,9 @@ from transformers.generation.streamers import TextStreamer
 PROOFS: Final = 2  # comparisons, at two lengths, to the bit that a variant has passed before its graphs are replayed
 VARIANTS: Final = 4  # of a key, that are kept: those of the last recorded forwards
 CHANGES: Final = 3  # of what one call of `generate()` computes: beyond that its length is in it
+_TORCHS: Final = frozenset(vars(nn.Module())) - {"training"}  # entries of every module, where tensors and hooks are
+_VALUES: Final = (type(None), bool, int, float, complex, str, bytes)
+_RUN_CODE: Final = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 
 
 class Act(Enum):
@@ -107,11 +110,6 @@ class KeyPlan:
             if before.program is None and before in self.variants:
                 self.variants.remove(before)
         return current, why
-
-
-_TORCHS: Final = frozenset(vars(nn.Module())) - {"training"}  # entries of every module, where tensors and hooks are
-_VALUES: Final = (type(None), bool, int, float, complex, str, bytes)
-_RUN_CODE: Final = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 
 
 def sets_between(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -34,6 +34,9 @@ from .batch import BatchStep
 from .recipe import EagerCall, Fresh, same_function
 from .recorder import ForwardRecorder, RecordedLayers
 
+_MASKS: Final = "create_"  # how the names of mask functions begin
+_WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt: the host waits for the device
+
 
 class ResumedForward:
     """Stands where a recorder does, see `seams.recording`, and gives back what the calls that were made have
@@ -87,10 +90,6 @@ class ResumedForward:
         if self.records and self._done[0][0].function is module:
             return self._done.popleft()[1]
         return stock(module, *args, **kwargs)
-
-
-_MASKS: Final = "create_"  # how the names of mask functions begin
-_WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt: the host waits for the device
 
 
 class _Thread(threading.local):

@@ -55,6 +55,13 @@ from ..kv.cache import CachePlan
 from ..programs.model_info import Widths, dtype_of, planned, quiet, widths_of
 from ..weights.model_parts import decoder_layers, members
 
+_GROUPED: Final = frozenset(
+    grouped
+    for owner in (torch, functional)
+    for name in ("_grouped_mm", "grouped_mm")
+    if (grouped := getattr(owner, name, None))
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -191,14 +198,6 @@ def _all_widths(described: Described) -> tuple[Widths | None, ...]:
     """Returns the widths of each layer of its cache. Raises any error of the model's code."""
     (cache,) = run_without_values(described.model_class, described.config)
     return tuple(widths_of(cache))
-
-
-_GROUPED: Final = frozenset(
-    grouped
-    for owner in (torch, functional)
-    for name in ("_grouped_mm", "grouped_mm")
-    if (grouped := getattr(owner, name, None))
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ from ..server.load import BLOCK, Answered, RecordedArrival
 from ..streaming.model_residency import ModelResidency
 from ..weights.model_parts import bytes_of_weights
 
+Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # time, model, (request, new tokens) of the step
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -224,9 +226,6 @@ def _weight(elements: int, dtype: torch.dtype) -> nn.Parameter:
 
 def _elements(nbytes: int, scale: int, dtype: torch.dtype) -> int:
     return max(1, nbytes // (scale * dtype.itemsize))
-
-
-Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # time, model, (request, new tokens) of the step
 
 
 class VirtualLoop:

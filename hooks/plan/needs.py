@@ -38,6 +38,12 @@ from ..weights.ranges import working_pages
 from .forward import ModelShape, SeenForward, seen
 
 _INDEX = 8  # bytes of a token's number
+_FIELDS: Final = {
+    "memory": "bytes, '24GiB'",
+    "bandwidth": "of its memory, '3.35TB/s'",
+    "link": "from the host, '55GB/s'",
+}
+_FIELDS_ALL: Final = (*_FIELDS, "flops")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +174,6 @@ class Sizing:
                     "can index in 32 bits: give a smaller --batch or --context"
                 )
             yield widths, geometry
-
-
-_FIELDS: Final = {
-    "memory": "bytes, '24GiB'",
-    "bandwidth": "of its memory, '3.35TB/s'",
-    "link": "from the host, '55GB/s'",
-}
-_FIELDS_ALL: Final = (*_FIELDS, "flops")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,13 @@ _UNITS: Final = {
     "weights": "bits",
     "slo": "seconds",
 }
+_LIMITS = {
+    "memory": "memory: it does not fit, even if all layers stream",
+    "host": "host memory: what leaves the device has no room there",
+    "link": "the link: tokens wait for copies from host memory",
+    "compute": "compute: nothing is waited for",
+    None: "not known, as nobody knows what an iteration takes",
+}
 
 
 def plan(
@@ -250,15 +257,6 @@ def _check_positions(shape: ModelShape, context: int) -> None:
             f"a context of {context} tokens is beyond the {shape.positions} positions that {shape.name} was made for: "
             f"give at most {shape.positions}, or a configuration whose rope_parameters and positions are longer"
         )
-
-
-_LIMITS = {
-    "memory": "memory: it does not fit, even if all layers stream",
-    "host": "host memory: what leaves the device has no room there",
-    "link": "the link: tokens wait for copies from host memory",
-    "compute": "compute: nothing is waited for",
-    None: "not known, as nobody knows what an iteration takes",
-}
 
 
 def show(facts: Facts) -> None:

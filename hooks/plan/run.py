@@ -50,6 +50,8 @@ from ..profile import Grid
 from ..server.load import RecordedArrival, summary
 from .machine import Charges, Clock, Decision, Machine, MachineSizes, Tenant, VirtualLoop, VirtualModel, checked
 
+SLOs = tuple[float | None, float | None]
+
 
 @dataclass(frozen=True, slots=True)
 class StockPolicy:
@@ -165,9 +167,6 @@ def measure_steps(
     if parts is None or error is None:
         raise ManageError(f"{name}: too few steps ran to say what they take: give more requests, or --costs FILE")
     return parts, error
-
-
-SLOs = tuple[float | None, float | None]
 
 
 def run(

@@ -56,6 +56,12 @@ _ENTRIES: Final = {  # module of transformers → class and method through which
     "transformers.generation.utils": ("GenerationMixin", "generate"),
     "transformers.generation.continuous_batching.continuous_api": ("ContinuousMixin", "init_continuous_batching"),
 }
+_LEAVES: Final = (
+    "ballonet leaves {0} as it is, which runs as it would without ballonet; it is tried again when the budget or the "
+    "free memory has grown: {1}"
+)
+_watching: FirstUse | None = None
+_installed = False  # was it installed by loading, and not by the notebook itself?
 
 
 class FirstUse:
@@ -196,12 +202,6 @@ def _room() -> tuple[int, int]:
     return device.budget, device.budget // device.page_size - used + now["heap"]["cached"] // device.page_size
 
 
-_LEAVES: Final = (
-    "ballonet leaves {0} as it is, which runs as it would without ballonet; it is tried again when the budget or the "
-    "free memory has grown: {1}"
-)
-
-
 class _Taking:
     """A model that a thread is managing. `done` is set at the end, however it ends."""
 
@@ -242,10 +242,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]
         return spec
-
-
-_watching: FirstUse | None = None
-_installed = False  # was it installed by loading, and not by the notebook itself?
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

@@ -37,6 +37,13 @@ from .load import SLOS
 from .loading import Models
 from .tenants import asked_seed, asked_slo
 
+OPEN = ("/health",)  # paths that need no key
+CLOSED = {  # paths of transformers' server that load other models, or forget those that there are
+    "/load_model": "this server serves the models that it was started with",
+    "/reset": "this server serves the models that it was started with",
+    "/v1/audio/transcriptions": "this server serves text: no model of speech can be batched continuously",
+}
+
 
 class _Told(BaseHandler):
     """A handler that refuses invalid settings."""
@@ -75,14 +82,6 @@ class ChatCompletions(_Templated, chat_completion.ChatCompletionHandler):
 
 class Responses(_Templated, response.ResponseHandler):
     """Handles `/v1/responses`."""
-
-
-OPEN = ("/health",)  # paths that need no key
-CLOSED = {  # paths of transformers' server that load other models, or forget those that there are
-    "/load_model": "this server serves the models that it was started with",
-    "/reset": "this server serves the models that it was started with",
-    "/v1/audio/transcriptions": "this server serves text: no model of speech can be batched continuously",
-}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,13 @@ from typing import Any, Final
 from ...allocator.errors import TraceError
 
 BLOCK: Final = 512  # tokens of a prompt that one of the `blocks` stands for
+# headers of a request: its SLOs to the first token, and of a decode step, as "80ms"
+SLOS: Final = ("x-ttft-slo", "x-tpot-slo")
+# words that most tokenizers have as one token each
+WORDS: Final = """
+    the of and to in is it that he was for on are as with his they at be this from have or by one had not but what all
+    were when we there can an your which their said if do will each about how up out them then she many some so
+""".split()  # noqa: SIM905 (fifty lines otherwise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +134,6 @@ _KINDS: Final[dict[str, Callable[[Iterable[str]], Iterator[RecordedArrival]]]] =
     "conversation,turn": _turns,
     "hash_ids": _mooncake,
 }
-
-
-# headers of a request: its SLOs to the first token, and of a decode step, as "80ms"
-SLOS: Final = ("x-ttft-slo", "x-tpot-slo")
-# words that most tokenizers have as one token each
-WORDS: Final = """
-    the of and to in is it that he was for on are as with his they at be this from have or by one had not but what all
-    were when we there can an your which their said if do will each about how up out them then she many some so
-""".split()  # noqa: SIM905 (fifty lines otherwise)
 
 
 @dataclass

@@ -35,6 +35,11 @@ from ..compat import longest_sequence
 
 # does the present request leave open how long its answer may be?
 is_open: ContextVar[bool] = ContextVar("is_open", default=False)
+# errors of load, not of the server: a request waited too long, or had no memory. Another time it may be answered
+_LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
+# the present request's SLOs: seconds to its first token, and of a decode step
+asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
+asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # the present request's seed
 
 
 def fit(request: str, model: Any, prompt: int, options: Any) -> None:
@@ -54,14 +59,6 @@ def check_ended(name: str, runs: Callable[[str], bool]) -> None:
     does one of that name run? HTTPException 409."""
     if runs(name):
         raise HTTPException(409, f"a request with the x-request-id {name!r} has not ended: give another one")
-
-
-# errors of load, not of the server: a request waited too long, or had no memory. Another time it may be answered
-_LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
-
-# the present request's SLOs: seconds to its first token, and of a decode step
-asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
-asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # the present request's seed
 
 
 class Loop(CBGenerateManager):

@@ -22,6 +22,8 @@ from ...offload.policy.tuning import DEFAULT, Watching
 from ...offload.timeline.series import COLOURS
 from .processes import Look, SeenProcess, WatchedProcesses, copy_rates, kv_tiers, whose
 
+NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
+
 
 class Row(NamedTuple):
     """A row of text. `part`: how full its bar is, of 1; None for no bar. `kind`: of the bar, for its colour."""
@@ -153,9 +155,6 @@ def lines_of(seen: SeenProcess) -> Iterator[str]:
             yield " | ".join(
                 [whose(seen.pid, seen.number if seen.one_of_several else None), *decision(event, seen.now)]
             )
-
-
-NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
 
 
 def screen(

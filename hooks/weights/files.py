@@ -41,6 +41,14 @@ _LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ [1-9]
 _PAGE: Final = mmap.PAGESIZE
 _ENTRY: Final = 8  # bytes that /proc/self/pagemap has for each page
 _PRESENT, _SWAPPED, _OF_FILE = (1 << bit for bit in (63, 62, 61))
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_DTYPES: Final = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64,
+    "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +182,6 @@ def same(
         if not equal:
             return False
     return True
-
-
-SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
-
-_DTYPES: Final = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64,
-    "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,11 @@ from .model_parts import TensorMember, TensorSpan, decoder_layers, layer_lists, 
 from .moving import tenants_of
 from .ranges import Files, Weights
 
+_REPLACED = "it has been replaced more than {} times"
+_SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
+_CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
+_capturing = torch.cuda.is_current_stream_capturing
+
 
 def refuse_what_moves_weights(model: nn.Module) -> None:
     """Raises ManageError where another library gives the weights of `model` other memory while it runs."""
@@ -73,13 +78,6 @@ def _accelerate_hooks(module: nn.Module) -> Iterator[Any]:
 def _offloads(hook: Any) -> bool:
     """Does the hook offload weights? AlignDevicesHook has an attribute for it; CpuOffload is known by its class."""
     return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"
-
-
-_REPLACED = "it has been replaced more than {} times"
-_SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
-_CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
-
-_capturing = torch.cuda.is_current_stream_capturing
 
 
 Facts = frozenset[tuple[Any, ...]]

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...allocator.errors import ManageError, WrongDevice
 
+_WIDEST = 16  # bytes of the widest element (complex128): a span starts at a multiple of it in its storage
+
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     """The decoder layers of `model` in order, each once; empty where its configuration names none."""
@@ -89,9 +91,6 @@ def _outermost_lists(module: nn.Module, length: int | None) -> Iterable[nn.Modul
             yield child
         else:
             yield from _outermost_lists(child, length)
-
-
-_WIDEST = 16  # bytes of the widest element (complex128): a span starts at a multiple of it in its storage
 
 
 @dataclass(frozen=True, slots=True)

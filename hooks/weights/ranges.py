@@ -57,6 +57,7 @@ from .model_parts import TensorMember, TensorSpan, members, spans, text_config
 from .moving import MoveIn, Step
 
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
+Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
 
 
 def working_pages(
@@ -138,9 +139,6 @@ def host_pages_left(device: Device) -> int:
     used = snapshot["host_pages"] - snapshot["host_free"]
     left: int = snapshot["host_budget"] // device.page_size - used
     return left if device.host_pages else 0
-
-
-Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
 
 
 class WeightBackings:
