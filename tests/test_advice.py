@@ -85,7 +85,7 @@ def test_it_is_worked_out_when_somebody_reads_it_and_once(model: Any, monkeypatc
         asked.append(sizes)
         return ["a", "b"]
 
-    monkeypatch.setattr(planner, "changes", changes)
+    monkeypatch.setattr(planner, "helpful_changes", changes)
     error = failed(model, 64)
     assert asked == []
     assert str(error).endswith(f"{SAYS}a, or b")
@@ -95,7 +95,7 @@ def test_it_is_worked_out_when_somebody_reads_it_and_once(model: Any, monkeypatc
 
 def test_of_a_decode_step_all_tokens_count(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(planner, "changes", lambda config, **sizes: asked.append(sizes) or [])
+    monkeypatch.setattr(planner, "helpful_changes", lambda config, **sizes: asked.append(sizes) or [])
     managed = ballonet.manage(model)
     error = torch.OutOfMemoryError("words")
     managed._point.of = Point("decode", 2, 10)
