@@ -27,7 +27,7 @@ from ballonet import testing
 from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError, WrongDevice
-from ballonet.hooks import manage
+from ballonet.hooks import loading
 from ballonet.hooks.weights.model_parts import members, survey
 from ballonet.testing import chaos_of
 
@@ -403,7 +403,7 @@ def test_options_that_place_the_model(tmp_path: Path, device: Device) -> None:
      ("auto", True), (torch.device("cuda", 0), True), (None, False)],
 )  # fmt: skip
 def test_the_device_of_a_gpu_has_many_names(device_map: Any, same: bool) -> None:
-    assert manage._is_device(device_map, torch.device("cuda", 0)) == same
+    assert loading._is_device(device_map, torch.device("cuda", 0)) == same
 
 
 # Quantized, and on a GPU: as far as can be seen without one
@@ -504,7 +504,7 @@ def test_how_far_it_is_is_shown_in_a_terminal(
     saved(tmp_path)
     screen = Screen(terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    told, shown = [], manage.progress
+    told, shown = [], loading.progress
 
     @contextlib.contextmanager
     def noted(title: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -512,7 +512,7 @@ def test_how_far_it_is_is_shown_in_a_terminal(
             yield lambda nbytes: (told.append(nbytes), arrived(nbytes))[1]  # type: ignore[func-returns-value]
         assert sum(told) == total
 
-    monkeypatch.setattr(manage, "progress", noted)
+    monkeypatch.setattr(loading, "progress", noted)
     ballonet.from_pretrained(tmp_path)
     assert ("Loading LlamaForCausalLM" in screen.getvalue()) == terminal
     assert len(told) > 3

@@ -20,7 +20,7 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import VARIABLES
 from ballonet.allocator.errors import AlreadyManaged, ConfigError, ManageError, OptionError
-from ballonet.hooks import manage
+from ballonet.hooks import loading, manage
 from ballonet.hooks.options import OPTIONS, ManageOptions, Option, given
 from ballonet.hooks.programs import run
 
@@ -92,7 +92,7 @@ def seen(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> ManageOp
         raise Seen(*args, **keywords)
 
     monkeypatch.setattr(manage, "managed", see)
-    monkeypatch.setattr(manage, "managed", see)
+    monkeypatch.setattr(loading, "managed", see)
     monkeypatch.setattr(run, "run", lambda program, args, options, **_: see(program, options))
     with pytest.raises(Seen) as caught:
         act()

@@ -15,7 +15,8 @@ from ...allocator.errors import ConfigError, ManageError
 from ...offload.policy.interval import Costs, meeting
 from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
-from ..manage import from_pretrained, manage
+from ..loading import from_pretrained
+from ..manage import manage
 from ..managed import pace_of
 from ..profile import Grid, load_or_measure
 from ..weights.model_parts import decoder_layers

@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from .allocator.install import allocator, install, restore
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
-    from .hooks.manage import from_pretrained, manage
+    from .hooks.loading import from_pretrained
+    from .hooks.manage import manage
     from .hooks.managed import Managed
     from .hooks.memory_snapshot import snapshot
     from .hooks.plan.planner import plan
@@ -101,7 +102,7 @@ _HOMES = {
     "Managed": "hooks.managed",
     "Session": "hooks.session",
     "Stats": "allocator.stats",
-    "from_pretrained": "hooks.manage",
+    "from_pretrained": "hooks.loading",
     "install": "allocator.install",
     "load_ipython_extension": "hooks.programs.first_use",
     "manage": "hooks.manage",
