@@ -55,9 +55,7 @@ def attach_prefixes(
         from .prefix.saving import Saver
 
         record, governor, limit = (lambda: residency.timings.record), governors.of(device), options.prefix_dir_limit
-        store.contents.saver = Saver(
-            model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
-        )
+        store.contents.saver = Saver(model, device, folder, limit, store, governor, record)
     if (batched := seams.batched(model)) is not None and batched.loop_caches is not None:
         batched.loop_caches.share(store)
     detach = sessions.attach(model, store)
@@ -94,23 +92,20 @@ def attach_pieces(
     cuDNN's attention off. Returns (what runs them, the function that undoes it)."""
     if why_no_pieces(model, device, options) != "":
         return None, nothing
-    from .pieces import calls, cudnn
+    from .pieces import calls
     from .pieces.runner import PieceRunner
 
-    governor = governors.of(device)
     streaming, local_layers = residency.streaming, forwards.local_layers
     runner = PieceRunner(
         model,
         device,
-        residency.name,
+        governors.of(device),
         lambda: streaming.bound if local_layers.span is None else None,
-        lambda: governor.pages.scarce,
         forwards.between_layers,
         pace,
         options.priority,
-        governor.tuning.pieces,
     )
-    restore = cudnn.keep_off(model)
+    restore = calls.keep_off(model)
     detach = calls.attach(model, runner)
 
     def undo() -> None:

@@ -2,7 +2,7 @@
 
 Note [Loading without reading]
     transformers loads the model, with its handling of names, ties, dtypes, experts and missing weights, on the CPU:
-    there a weight that needs no conversion becomes a view of the mapped file, of which nothing is read (mapped.py).
+    there a weight that needs no conversion becomes a view of the mapped file, of which nothing is read (files.py).
     Only weights that differ from their file are in memory then: merged experts, another dtype, files of other formats.
     manage() fills the ranges layer by layer, from the files where it can (`pread`, or memory that the device copies
     from), else from memory that is freed as it goes. The mapping is never touched, so a file that changes meanwhile is
@@ -28,8 +28,8 @@ from . import compat
 from .device.streams import torch_device
 from .manage import managed
 from .options import ManageOptions, given
-from .weights.mapped import file_spans
-from .weights.storages import members
+from .weights.files import file_spans
+from .weights.model_parts import members
 
 # Options of transformers that place or divide a model, as ballonet does itself
 _PLACING: Final = (

@@ -21,8 +21,8 @@ from .device import governors, shared, streams
 from .forward.gate import Gate
 from .managed import Managed, lock, managed_as, models
 from .options import ManageOptions, check_known, given
-from .weights.backings import Files
-from .weights.layers import decoder_layers
+from .weights.model_parts import decoder_layers
+from .weights.ranges import Files
 
 if TYPE_CHECKING:
     from .profile import Grid

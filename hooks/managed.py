@@ -24,23 +24,19 @@ from ..offload.policy.plan import Rule
 from ..offload.record.record import Point, Record
 from . import attaching
 from .device import governors
-from .device.marks import marks_of
-from .device.pressure import give_up_graphs
-from .forward.forwards import Forwards
+from .device.governors import give_up_graphs
+from .device.streams import marks_of
+from .forward.forwards import ForwardEvents, Forwards, explain
 from .forward.gate import Gate
-from .forward.lease import ForwardLease
-from .forward.local_layers import local_layers_of
-from .forward.out_of_memory import explain
-from .forward.turns import Turns
-from .measure.pace import Pace
-from .measure.point import point_of
+from .forward.hook_base import local_layers_of
+from .forward.lease import ForwardLease, Turns
+from .measure.pace import Pace, point_of
 from .measure.report import PiecesReport, Report
 from .options import ManageOptions
 from .streaming.model_residency import ModelResidency
-from .weights.backings import Files
 from .weights.follow import WeightsFollower
-from .weights.layers import decoder_layers, runners
-from .weights.ranges import Weights
+from .weights.model_parts import decoder_layers, runners
+from .weights.ranges import Files, Weights
 
 if TYPE_CHECKING:
     from .pieces.runner import PieceRunner
@@ -149,14 +145,16 @@ class Managed:
             streaming = self._residency.streaming
             self._forwards = Forwards(
                 self._weights,
-                open_lease,
-                self._before,
-                self._residency.after,
-                partial(governors.yield_pages, device, governor),
+                ForwardEvents(
+                    open_lease,
+                    self._before,
+                    self._residency.after,
+                    partial(governors.yield_pages, device, governor),
+                    self._explain,
+                ),
                 self._turns,
                 streaming,
                 local_layers_of(model),
-                self._explain,
             )
             undo.callback(self._forwards.unhook)
             inner = runners(model)
@@ -415,9 +413,9 @@ class Managed:
 
 
 def _changes(config: Any, sizes: Mapping[str, int]) -> Sequence[str]:
-    from .plan.advice import changes  # a later folder: imported when the error is read
+    from .plan.planner import helpful_changes  # a later folder: imported when the error is read
 
-    return changes(config, **sizes)
+    return helpful_changes(config, **sizes)
 
 
 def all_managed() -> list[tuple[nn.Module, Weights]]:

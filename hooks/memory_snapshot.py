@@ -15,7 +15,7 @@ from ..allocator.errors import ConfigError
 from ..allocator.memory_snapshot import SnapshotContents, pages_by_owner, viewed
 from .device import governors
 from .managed import all_managed
-from .weights.storages import has_bytes, members
+from .weights.model_parts import has_bytes, members
 
 PROTOCOL: Final = 4  # the newest pickle protocol that the viewer's page reads
 

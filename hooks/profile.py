@@ -37,7 +37,7 @@ from . import compat
 from .device.key import key_of
 from .measure.pace import Measured, Pace
 from .prefix import sessions
-from .weights.layers import text_config
+from .weights.model_parts import text_config
 
 Size = tuple[int, int]  # sequences, tokens of each
 

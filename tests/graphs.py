@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ballonet.allocator import install
 from ballonet.hooks.compat import eager
 from ballonet.hooks.device import graphs
-from ballonet.hooks.device.marks import HostMarks
+from ballonet.hooks.device.streams import HostMarks
 from ballonet.hooks.kv import layer
 
 _capturing: set[int] = set()  # threads whose stream is captured

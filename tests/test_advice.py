@@ -14,8 +14,8 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices, install
-from ballonet.hooks.forward.out_of_memory import Message, explain
-from ballonet.hooks.plan import advice
+from ballonet.hooks.forward.forwards import Message, explain
+from ballonet.hooks.plan import planner
 from ballonet.offload.record.record import Point
 
 from .models import build
@@ -85,7 +85,7 @@ def test_it_is_worked_out_when_somebody_reads_it_and_once(model: Any, monkeypatc
         asked.append(sizes)
         return ["a", "b"]
 
-    monkeypatch.setattr(advice, "changes", changes)
+    monkeypatch.setattr(planner, "helpful_changes", changes)
     error = failed(model, 64)
     assert asked == []
     assert str(error).endswith(f"{SAYS}a, or b")
@@ -95,7 +95,7 @@ def test_it_is_worked_out_when_somebody_reads_it_and_once(model: Any, monkeypatc
 
 def test_of_a_decode_step_all_tokens_count(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(advice, "changes", lambda config, **sizes: asked.append(sizes) or [])
+    monkeypatch.setattr(planner, "helpful_changes", lambda config, **sizes: asked.append(sizes) or [])
     managed = ballonet.manage(model)
     error = torch.OutOfMemoryError("words")
     managed._point.of = Point("decode", 2, 10)
@@ -105,7 +105,7 @@ def test_of_a_decode_step_all_tokens_count(model: Any, monkeypatch: pytest.Monke
 
 
 def test_where_no_plan_can_be_made_it_says_what_the_core_says(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "plan", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(planner, "plan", lambda *_, **__: 1 / 0)
     error = failed(model, 64)
     assert str(error) == "".join(error.args)
     assert "set_budget" in str(error)

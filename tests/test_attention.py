@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ballonet import testing
 from ballonet.allocator import install
-from ballonet.hooks.kv import grouping
+from ballonet.hooks.kv import ranges as kv_module
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.policy import geometry
 
 from .models import build, generate, prompts
@@ -152,6 +152,6 @@ def test_so_many_layers_share_a_range_as_stay_below_the_bound(monkeypatch: pytes
 def test_a_layer_beyond_the_bound_is_refused_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has asked `longest`, the geometry itself refuses: there is no elastic layer beyond the bound."""
     monkeypatch.setattr(geometry, "INT32", 2**12)
-    monkeypatch.setattr(grouping, "longest", lambda *sizes: 10**6)
+    monkeypatch.setattr(kv_module, "longest", lambda *sizes: 10**6)
     with pytest.raises(ValueError, match=r"reach 2\*\*31"):
         ElasticLayer().update(*torch.randn(2, 2, 2, 64, 8))

@@ -22,8 +22,8 @@ from ballonet.allocator._native import Device, Group, Range, Transfer
 from ballonet.hooks.batching.pages import RESERVED, SectorPages
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.prefix.snapshot import StatePages
 from ballonet.offload.governor import clients, device_view, governor, overview, reclaim
 from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient

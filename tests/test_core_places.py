@@ -11,7 +11,7 @@ import pytest
 from ballonet.allocator import device_choice
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ManageError, PoolExhausted
-from ballonet.hooks.weights import capacity
+from ballonet.hooks.weights import ranges
 
 from .core import PAGE, make, opened, physical, shim
 from .faulting import arm, disarm
@@ -91,7 +91,7 @@ def test_what_needs_host_pages_says_why_there_are_none(tmp_path: Path) -> None:
         with pytest.raises(PoolExhausted, match=r"Nor can it lie on the host.*creating a page of host memory"):
             core.device.allocate(3 * PAGE)
         with pytest.raises(ManageError, match=r"cannot stream .*creating a page of host memory.*from_pretrained"):
-            capacity.check_host(core.device, 1)
+            ranges.check_host(core.device, 1)
 
 
 def test_a_program_is_told_once_that_there_are_no_host_pages(tmp_path: Path) -> None:

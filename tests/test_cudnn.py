@@ -1,4 +1,4 @@
-"""torch's switch of cuDNN's attention, which is off while models decode by pieces (hooks/pieces/cudnn.py)."""
+"""torch's switch of cuDNN's attention, which is off while models decode by pieces (hooks/pieces/calls.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 from torch.backends import cuda
 
-from ballonet.hooks.pieces import cudnn
+from ballonet.hooks.pieces import calls as cudnn
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from ballonet.allocator.devices import Runtime
 from ballonet.allocator.errors import InstallError, NotInstalled
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
-from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.manage import managed
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.options import ManageOptions

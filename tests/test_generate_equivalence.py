@@ -14,9 +14,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
-from ballonet.hooks.kv.kinds import CachePlan, plan
+from ballonet.hooks.kv.cache import CachePlan, plan
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.testing import chaos_of
 
 from .architectures import ARCHITECTURES, LAYERS, PLAIN

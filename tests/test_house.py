@@ -110,8 +110,8 @@ FACTS = {
     "offload/residency/kv_slots.py": {"_TAKEN"},
     "offload/residency/prefix_files.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/weights_file.py": {"LONGEST_HEADER", "TICK"},
-    "hooks/device/marks.py": {"_RELAXED"},
-    "hooks/kv/prefill.py": {"_ALIGNMENT"},
+    "hooks/device/streams.py": {"_RELAXED"},
+    "hooks/kv/ranges.py": {"_ALIGNMENT"},
     "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/identity.py": {"SAMPLES"},
@@ -119,7 +119,7 @@ FACTS = {
     "hooks/pieces/batch.py": {"SMALLEST"},  # rows below which no other kernels are taken
     "hooks/pieces/plans.py": {"CHANGES", "PROOFS", "VARIANTS"},  # two lengths are what a proof is
     "hooks/pieces/recipe.py": {"OUTSIDE"},
-    "hooks/plan/moments.py": {"_INDEX"},
+    "hooks/plan/needs.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
     "hooks/replicas/held_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
@@ -127,11 +127,11 @@ FACTS = {
     "hooks/replicas/on_ray.py": {"_FOREVER"},  # Ray's word
     "hooks/replicas/ray_node.py": {"_STORE"},  # Ray's minimum
     "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
-    "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
+    "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
-    "hooks/weights/mapped.py": {"_ENTRY"},
-    "hooks/weights/capacity.py": {"_LOGITS"},
-    "hooks/weights/storages.py": {"_WIDEST"},
+    "hooks/weights/files.py": {"_ENTRY"},
+    "hooks/weights/ranges.py": {"_LOGITS"},
+    "hooks/weights/model_parts.py": {"_WIDEST"},
 }
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
@@ -360,11 +360,11 @@ def test_a_broken_reference_is_seen(path: str, text: str) -> None:
 
 
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
-    "hooks/kv/range.py",  # a cache outside of managed models
+    "hooks/kv/ranges.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes
-    *("hooks/programs/facts.py", "hooks/server/page_size.py"),
-    *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
-    *(f"hooks/plan/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
+    *("hooks/programs/facts.py", "hooks/server/loading.py"),
+    *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/processes.py"),
+    *("hooks/plan/machine.py", "hooks/plan/run.py"),
     *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 
@@ -414,7 +414,7 @@ PROCESS = {
     },
     "hooks/device/graphs.py": {"GRAPHS": "torch's class of graphs is one for all devices"},
     "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
-    "hooks/forward/local_layers.py": {"_known": "by model: what splices it and what streams it know only the model"},
+    "hooks/forward/hook_base.py": {"_known": "by model: what splices it and what streams it know only the model"},
     "hooks/forward/lease.py": {
         "on_this_thread": "of one thread: the leases that it has open",
         "_numbers": "no two leases have the same",
@@ -431,8 +431,8 @@ PROCESS = {
     "hooks/pieces/calls.py": {
         "_runners": "`forward` of a class is wrapped once",
         "_loops": "a loop is known by its cache",
+        "_users": "torch's switch of cuDNN's attention is the process's",
     },
-    "hooks/pieces/cudnn.py": {"_users": "torch's switch of cuDNN's attention is the process's"},
     "hooks/pieces/graph_pool.py": {"_without_collection": "Python collects for the whole process, or not"},
     "hooks/pieces/recipe.py": {
         "writes": "an operator of torch has one schema",
@@ -444,13 +444,15 @@ PROCESS = {
         "_recording": "names of transformers are replaced once",
         "_thread": "of one thread: who records it",
     },
-    "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
-    "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},
+    "hooks/plan/forward.py": {
+        "seen": "a configuration has the same forwards whoever plans with it",
+        "_all_widths": "a configuration has the same widths",
+    },
     "hooks/prefix/sessions.py": {
         "_stores": "`generate` of transformers is wrapped once",
         "_thread": "of one thread: may what it computes be stored?",
     },
-    "hooks/programs/notebook.py": {
+    "hooks/programs/first_use.py": {
         "_installed": "a notebook loads the extension once",
         "_watching": "the same",
     },
@@ -459,8 +461,11 @@ PROCESS = {
         "_device": "links share a thread of gloo, by the address of the machine",
         "local_address": "the machine's, on the way to a store",
     },
-    "hooks/server/length.py": {"is_open": "of one request"},
-    "hooks/server/tenants.py": {"asked_slo": "of one request", "asked_seed": "of one request"},
+    "hooks/server/tenants.py": {
+        "is_open": "of one request",
+        "asked_slo": "of one request",
+        "asked_seed": "of one request",
+    },
     "hooks/splice/elsewhere.py": {"_class_for": "a class for each class of cache layers, so that two are of one type"},
     "hooks/splice/proof.py": {"_known": "what was proven of a class of models, which no model changes"},
     "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},
@@ -597,7 +602,7 @@ DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Aga
 
 # beginnings that send the reader elsewhere, or say of how many and not of what
 ELSEWHERE = re.compile(r"(See|As|All of|Both of|Within it)\b")
-STILL_ELSEWHERE = ("hooks/replicas/", "hooks/virtual_replicas/", "hooks/batching/client.py", "allocator/", "offload/")
+STILL_ELSEWHERE = ("hooks/replicas/", "hooks/virtual_replicas/", "allocator/", "offload/")
 
 
 def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:
@@ -628,7 +633,7 @@ def test_every_client_runs_the_contract() -> None:
         if re.search(r"governor\.(add|add_client)\(", path.read_text())
     } - {"offload/governor/client.py"}  # whose Note says how
     # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
-    assert adding == {"hooks/streaming/model_residency.py", "hooks/batching/client.py", "offload/governor/kv_tier.py"}
+    assert adding == {"hooks/streaming/model_residency.py", "hooks/batching/pages.py", "offload/governor/kv_tier.py"}
 
 
 def test_only_config_reads_the_environment() -> None:

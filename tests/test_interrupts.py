@@ -18,7 +18,7 @@ from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Finalizer, guarded, if_free
 from ballonet.hooks import manage, managed
 from ballonet.hooks.device import governors
-from ballonet.hooks.forward import forwards, lease, turns
+from ballonet.hooks.forward import forwards, lease
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
@@ -260,7 +260,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
         assert snapshot["host_pages"] == snapshot["host_free"]
         device.check()
 
-    for _ in at_each_line(begin, list.clear, *FAREWELLS, streamed, turns, most=60, least=50):
+    for _ in at_each_line(begin, list.clear, *FAREWELLS, streamed, lease, most=60, least=50):
         pass
     assert set(ignored.kinds) <= {KeyboardInterrupt}
 
@@ -280,7 +280,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
         except KeyboardInterrupt as error:
             kept.append(error)
 
-    modules = (interrupts, turns, model_residency, arrangement, streamed, governor)
+    modules = (interrupts, lease, model_residency, arrangement, streamed, governor)
     for _ in at_each_line(nullcontext, change, *modules, least=40):
         assert not seat.held
         assert not it._turns.sections

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks import compat
 from ballonet.hooks.kv import generation
-from ballonet.hooks.kv.kinds import CROSS_ATTENTION, ELASTIC, CachePlan, elastic_layers, plan, reason_to_leave
+from ballonet.hooks.kv.cache import CROSS_ATTENTION, ELASTIC, CachePlan, elastic_layers, plan, reason_to_leave
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import build
@@ -145,7 +145,7 @@ def test_a_new_type_of_layer_with_a_known_class_is_elastic(monkeypatch: pytest.M
 def test_a_cache_made_without_a_configuration_is_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("bart")
     made = compat.prepared_caches(model)
-    monkeypatch.setattr("ballonet.hooks.kv.kinds.prepared_caches", lambda _: [made[0], DynamicCache()])
+    monkeypatch.setattr("ballonet.hooks.kv.cache.prepared_caches", lambda _: [made[0], DynamicCache()])
     assert {(layer.layer, layer.elastic) for layer in planned(model).cross} == {("DynamicLayer", False)}
     assert all("without a configuration" in layer.why for layer in planned(model).cross)
 

@@ -19,10 +19,11 @@ from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import NotInstalled
 from ballonet.hooks.forward.lease import ForwardLease, current
-from ballonet.hooks.kv import find_pages, grouping
+from ballonet.hooks.kv import pages
+from ballonet.hooks.kv import ranges as kv_range
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 
 from .caches import kv_pages
 from .kv.pressure import hog, started
@@ -344,7 +345,7 @@ def test_what_torch_caches_of_the_pool_is_asked_for_before_giving_up(
             other.reset()
         return helps
 
-    monkeypatch.setattr(find_pages, "reclaim", reclaim)
+    monkeypatch.setattr(pages, "reclaim", reclaim)
     layer.update(*tokens(20))
     assert not asked
     if helps:
@@ -435,7 +436,7 @@ def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytes
 
 
 def test_more_tokens_than_kernels_can_index_go_to_the_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "longest", lambda *sizes: 25)
+    monkeypatch.setattr(kv_range, "longest", lambda *sizes: 25)
     layer, stock = ElasticLayer(), DynamicLayer()
     for count, elastic in ((20, True), (5, True), (1, False), (1, False)):
         for cache in (layer, stock):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ballonet.hooks.weights.layers import decoder_layers
-from ballonet.hooks.weights.storages import members, survey
+from ballonet.hooks.weights.model_parts import decoder_layers, members, survey
 
 
 class Shell(nn.Module):

@@ -28,7 +28,7 @@ from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError, WrongDevice
 from ballonet.hooks import loading
-from ballonet.hooks.weights.storages import members, survey
+from ballonet.hooks.weights.model_parts import members, survey
 from ballonet.testing import chaos_of
 
 from .models import build, generate, prompts

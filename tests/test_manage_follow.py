@@ -21,8 +21,8 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
+from ballonet.hooks.weights.model_parts import TensorMember
 from ballonet.hooks.weights.moving import MoveIn, flat_over, tenants_of
-from ballonet.hooks.weights.storages import TensorMember
 
 from . import models
 from .models import logits

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks.weights import mapped
-from ballonet.hooks.weights.mapped import Mapped, file_spans
-from ballonet.hooks.weights.storages import TensorMember, members
+from ballonet.hooks.weights import files
+from ballonet.hooks.weights.files import Mapped, file_spans
+from ballonet.hooks.weights.model_parts import TensorMember, members
 from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
@@ -67,7 +67,7 @@ def loaded(folder: Path, name: str = "llama", shard: str = "1GB", **changes: Any
 
 
 def test_the_kernel_s_list_is_understood() -> None:
-    assert mapped.mapped(MAPS) == [
+    assert files.mapped(MAPS) == [
         Mapped(0x7F0000000000, 0x7F0000003000, 0, "/models/a b/model.safetensors"),
         Mapped(0x7F0000003000, 0x7F0000004000, 0, "/models/a b/model.safetensors"),
         Mapped(0x7F0000004000, 0x7F0000005000, 0, "/models/new\nline"),
@@ -157,7 +157,7 @@ def test_a_mapped_file_of_another_format_is_none(tmp_path: Path, gone: bool) -> 
     (tensor,) = torch.load(path, mmap=True).values()
     if gone:
         path.unlink()
-    assert any(str(path) in file.path for file in mapped.mapped(Path("/proc/self/maps").read_text()))
+    assert any(str(path) in file.path for file in files.mapped(Path("/proc/self/maps").read_text()))
     assert found(tensor) == [None]
 
 
@@ -174,8 +174,8 @@ def test_a_path_that_leads_to_another_file(
     """As when another file system was mounted over it. What is mapped is what it was."""
     other = tmp_path / "other.safetensors"
     save_file({name: torch.randn(64, 256) for name in ("a", "b", "c", "d")}, other)
-    listed = [replace(file, path=str(other)) for file in mapped.mapped(Path("/proc/self/maps").read_text())]
-    monkeypatch.setattr(mapped, "mapped", lambda _: listed)
+    listed = [replace(file, path=str(other)) for file in files.mapped(Path("/proc/self/maps").read_text())]
+    monkeypatch.setattr(files, "mapped", lambda _: listed)
     assert found(*tensors.values()) == [None] * 4
 
 

@@ -21,7 +21,7 @@ from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
 from ballonet.hooks.replicas.replica_server import FleetMetrics
 from ballonet.hooks.replicas.supervisor import FleetState
 from ballonet.hooks.watch import registry
-from ballonet.hooks.watch.ports import check_free
+from ballonet.hooks.watch.endpoint import check_free
 
 from .dashboard import DASHBOARD, asked, expressions, sample_names
 from .models import build, prompts

@@ -15,7 +15,7 @@ from ballonet.allocator import install
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks import compat
-from ballonet.hooks.kv.kinds import plan
+from ballonet.hooks.kv.cache import plan
 from ballonet.hooks.programs import model_info
 
 from . import models

@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import ballonet
 from ballonet.allocator import control, devices
 from ballonet.allocator.errors import NoSuchProcess, NotReachable
-from ballonet.hooks.watch.notebook import Watched
+from ballonet.hooks.watch.view import Watched
 
 from .pool import take_out
 from .test_watch import gone

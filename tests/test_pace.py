@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from ballonet.hooks.cache_argument import CACHE_NAMES
-from ballonet.hooks.device import marks as marking
-from ballonet.hooks.device.marks import CudaMarks, HostMarks
-from ballonet.hooks.measure.pace import Measured, Pace
-from ballonet.hooks.measure.point import point_of
+from ballonet.hooks.device import streams as marking
+from ballonet.hooks.device.streams import CudaMarks, HostMarks
+from ballonet.hooks.measure.pace import Measured, Pace, point_of
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 

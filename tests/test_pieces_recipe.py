@@ -37,7 +37,7 @@ from ballonet.hooks.pieces.recipe import (
 )
 from ballonet.hooks.pieces.recorder import ForwardRecorder, RecordedLayers
 from ballonet.hooks.pieces.seams import recording
-from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.model_parts import decoder_layers
 
 from . import models
 

@@ -16,14 +16,12 @@ from ballonet.allocator import devices, install
 from ballonet.allocator.config import Config, parse_size
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks.device.key import key_of
-from ballonet.hooks.plan.forward import seen
+from ballonet.hooks.plan.forward import _weights as weights_of
+from ballonet.hooks.plan.forward import seen, shape_of
 from ballonet.hooks.plan.planner import Planner
 from ballonet.hooks.plan.planner import _at_least as at_least
-from ballonet.hooks.plan.shape import _weights as weights_of
-from ballonet.hooks.plan.shape import shape_of
 from ballonet.hooks.programs import model_info
-from ballonet.hooks.weights.layers import decoder_layers
-from ballonet.hooks.weights.storages import members, survey
+from ballonet.hooks.weights.model_parts import decoder_layers, members, survey
 from ballonet.offload.policy.planner.hardware import DEVICES
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record

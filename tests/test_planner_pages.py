@@ -15,8 +15,8 @@ from ballonet.allocator import devices, install
 from ballonet.allocator.config import Config
 from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.device.key import key_for
+from ballonet.hooks.plan.forward import shape_of
 from ballonet.hooks.plan.planner import Planner
-from ballonet.hooks.plan.shape import shape_of
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 

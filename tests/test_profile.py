@@ -23,10 +23,9 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks import profile
 from ballonet.hooks.device.key import key_for, key_of
-from ballonet.hooks.device.marks import HostMarks
+from ballonet.hooks.device.streams import HostMarks
 from ballonet.hooks.managed import pace_of
-from ballonet.hooks.measure.pace import Pace
-from ballonet.hooks.measure.point import point_of
+from ballonet.hooks.measure.pace import Pace, point_of
 from ballonet.hooks.profile import Grid, load_or_measure, measured
 from ballonet.hooks.programs import facts as profile_facts
 from ballonet.offload.policy.plan import Costs

@@ -22,7 +22,7 @@ from ballonet.allocator import control, devices
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
 from ballonet.allocator.shared_ledger import SharedLedger, ledgers
-from ballonet.hooks.device import shared, shared_part, shared_total
+from ballonet.hooks.device import shared, shared_total
 from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.processes import WatchedProcesses
 from ballonet.offload.policy.tuning import DEFAULT, Sharing
@@ -97,7 +97,7 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
     start: Start, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Others do as if it used all that it has."""
-    process, asked, stock = start(16 * MIB), list[int](), shared_part.facts_of
+    process, asked, stock = start(16 * MIB), list[int](), shared.facts_of
     process.do(f"get {12 * MIB}")
     process.do("drop")
 
@@ -114,7 +114,7 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
         with ledger._changing():  # which it does not hold then
             process.stop()
 
-    monkeypatch.setattr(shared_part, "facts_of", counted)
+    monkeypatch.setattr(shared, "facts_of", counted)
     if when == "before it is asked":
         stop()
     with here(True, replace(DEFAULT.sharing, silent=600.0)) as share:
@@ -123,7 +123,7 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
         share.reserve(8 * MIB)
         assert asked == [process.pid]
         assert share.part < 8 * MIB
-        monkeypatch.setattr(shared_part, "facts_of", stock)
+        monkeypatch.setattr(shared, "facts_of", stock)
         os.kill(process.pid, signal.SIGCONT)
 
         def given() -> bool:
@@ -178,13 +178,13 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared_part.Share]:
+def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared.Share]:
     """Has this process share it, too."""
     devices.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
         shared.join(devices.of(), wanted, 0, 0, sharing)
         share = devices.of().shared
-        assert isinstance(share, shared_part.Share)
+        assert isinstance(share, shared.Share)
         yield share
     finally:
         devices.stop()

@@ -15,7 +15,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.device import shared
-from ballonet.hooks.device.shared_part import Share
+from ballonet.hooks.device.shared import Share
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .models import build, prompts

@@ -72,5 +72,5 @@ def test_who_holds_what_is_left() -> None:
     assert "thread one that holds a model" in said
     assert "Parameter (199, 32) torch.float32" in said
     assert "fail at " in said, "the frame that has it is named"
-    assert "hooks.kv.range.KVRange" in said
+    assert "hooks.kv.ranges.KVRange" in said
     kept.clear()

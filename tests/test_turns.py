@@ -16,9 +16,8 @@ from torch import nn
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator._native import Group
-from ballonet.hooks.forward import forwards, lease, turns
-from ballonet.hooks.forward.lease import GroupLease, current
-from ballonet.hooks.forward.turns import Turn, Turns
+from ballonet.hooks.forward import forwards, lease
+from ballonet.hooks.forward.lease import GroupLease, Turn, Turns, current
 from ballonet.hooks.streaming import streamed
 from ballonet.offload.policy.tuning import Waiting
 
@@ -335,7 +334,7 @@ def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leas
         logits: torch.Tensor = model(**INPUTS).logits
         return logits
 
-    for at, _ in enumerate(at_each_line(nullcontext, run, turns, forwards, streamed, least=100)):
+    for at, _ in enumerate(at_each_line(nullcontext, run, lease, forwards, streamed, least=100)):
         if at % 2:
             assert torch.allclose(started(run).result(LONG), expected, atol=1e-5)
         assert torch.allclose(run(), expected, atol=1e-5)

@@ -16,15 +16,12 @@ from ballonet.allocator import control, devices, looks
 from ballonet.allocator.config import Config
 from ballonet.allocator.control import Control
 from ballonet.allocator.errors import ControlRefused, NoSuchProcess, NotInstalled, NotPermitted, NotReachable
-from ballonet.hooks.measure.histogram import Histogram, Latencies, RequestTimes
+from ballonet.hooks.measure.timings import Histogram, Latencies, RequestTimes
 from ballonet.hooks.watch import processes
-from ballonet.hooks.watch.dialog import Budget, Dialog, keys_of, pressed
 from ballonet.hooks.watch.facts import with_names
-from ballonet.hooks.watch.lines import lines_of
-from ballonet.hooks.watch.processes import SeenProcess, WatchedProcesses, program_of
-from ballonet.hooks.watch.rates import copy_rates, plain_look
-from ballonet.hooks.watch.tiers import kv_tiers
-from ballonet.hooks.watch.wording import bar, format_age, sections_of, title_of
+from ballonet.hooks.watch.processes import SeenProcess, WatchedProcesses, copy_rates, kv_tiers, plain_look, program_of
+from ballonet.hooks.watch.terminal import Budget, Dialog, keys_of, pressed
+from ballonet.hooks.watch.view import bar, format_age, lines_of, sections_of, title_of
 
 from .programs import gone
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import files as weights_files
-from ballonet.hooks.weights.storages import members
+from ballonet.hooks.weights.model_parts import members
 from ballonet.offload.residency.weights_file import WeightsFile
 
 from . import weights

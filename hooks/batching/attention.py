@@ -17,7 +17,7 @@ Note [Read in place]
     its view. SDPA gets these rows as they lie, and else a copy of one request's. The kernel gets the first row and the
     length of each request, and where torch is new enough a table of blocks; else, and for layers with a window, whose
     old rows are overwritten, all are copied together. So they are in a step whose new blocks go to the host
-    (client.py): these are not in the cache yet.
+    (pages.py): these are not in the cache yet.
 """
 
 from __future__ import annotations

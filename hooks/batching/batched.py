@@ -20,7 +20,7 @@ from ...allocator._native import Device
 from ...offload.governor.decision import Lendable
 from ...offload.policy.prefixes import chain
 from ...offload.policy.step_costs import NOTHING, RequestSLO, StepCosts
-from ..measure.histogram import Latencies
+from ..measure.timings import Latencies
 from ..prefix.identity import Identity
 from ..prefix.store import PrefixStore
 from .attention import Way

@@ -2,7 +2,7 @@
 ledger and in the index of kept sequences alike, and reading and filling them outside of the generation loop.
 
 Note [Two threads]
-    A generation loop changes tables, counts and hashes under the lock of the client (client.py). Another thread that
+    A generation loop changes tables, counts and hashes under the lock of the client (pages.py). Another thread that
     reads blocks, to write them to files or for a request of `generate()`, counts as one more request that has them, so
     that they are neither evicted nor written to; and it leases the cache, so that no page leaves its address.
 

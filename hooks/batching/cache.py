@@ -26,8 +26,7 @@ from ..forward.lease import GroupLease, current
 from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
 from .blocks import ListedBlocks, PromptBlocks
-from .client import NewBlock, SectorClient
-from .pages import RESERVED, RequestPages, SectorPages, SectorPool
+from .pages import RESERVED, NewBlock, RequestPages, SectorClient, SectorPages, SectorPool
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -62,7 +61,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
-        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see client.py
+        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see pages.py
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,
@@ -232,7 +231,7 @@ class ElasticPagedCache(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (client.py)."""
+        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (pages.py)."""
         rows = [len(index) for index in write_index]
         if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
             self._indices, self.new_blocks = write_index, {}

@@ -11,7 +11,7 @@ from ...offload.policy.admission import Admission, LogicalBuffer, Memory, can_ev
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach
-from ..weights.capacity import host_pages_left
+from ..weights.ranges import host_pages_left
 from .cache import ElasticPagedCache
 from .pages import SectorPages
 

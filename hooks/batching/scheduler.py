@@ -1,5 +1,5 @@
 """The scheduler of a generation loop, for transformers: admits, orders and ends requests (with selection.py), and
-records them in timelines (offload/timeline/recorder.py) and histograms of latencies (measure/histogram.py).
+records them in timelines (offload/timeline/recorder.py) and histograms of latencies (measure/timings.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...offload.policy.step_costs import NOTHING, Step
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.timeline.file import End
 from ...offload.timeline.recorder import recorders_of
-from ..measure.histogram import Latencies, RequestTimes
-from ..measure.point import packed
+from ..measure.pace import packed
+from ..measure.timings import Latencies, RequestTimes
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
 from .selection import RequestSLOs, Selected, Selection

@@ -1,1 +1,5 @@
-"""What the hooks of a device's models share: its streams and marks, captured graphs, governors, and pressure."""
+"""What the models of a device share: its governor, streams, graphs and its part in a shared budget.
+
+The face: `of`, `known`, `add_giver` and `give_up` (governors.py), `marks_of`, `stream_of` and `relaxed` (streams.py),
+`join` and `reach` (shared.py), `key_of` (key.py). Below pieces and streaming `graphs` and `references`, too.
+"""

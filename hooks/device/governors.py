@@ -1,19 +1,25 @@
-"""The governor of each device that models are managed on.
+"""The governor of each device that models are managed on, and what gives pages back before an allocation for tokens or
+weights fails: graphs that nobody uses, and stores of prefixes.
 
 Note [The link of a model that runs]
     When pages run out for the first time the link may not be measured yet, and decisions depend on it. It is measured
     before a later iteration, once more is free than the next tokens need, and outside of captures, whose work must not
     wait for copies; until then decisions say that they assume a bandwidth.
+
+Note [Who is asked]
+    What allocates in the middle of an operator asks no store: it gets the pages of prefixes that the core may take.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from itertools import count
+from typing import NamedTuple, Protocol
 
 from ...allocator import devices, looks
 from ...allocator._native import Device
@@ -23,8 +29,8 @@ from ...allocator.interrupts import if_free
 from ...offload.governor.governor import Governor, Surroundings
 from ...offload.policy.tuning import DEFAULT, Tuning
 from ...offload.record import link
-from .marks import marks_of, relaxed
 from .references import THIS, Interpreter
+from .streams import marks_of, relaxed
 
 
 class Composition(NamedTuple):
@@ -128,3 +134,50 @@ def _received(device: Device) -> Callable[[], int | None] | None:
     from .key import uuid_of
 
     return partial(link.received, uuid_of(device))
+
+
+class Giver(Protocol):
+    """A store of prefixes, or the graphs of a model."""
+
+    @property
+    def priority(self) -> int:
+        """The priority of its model: those with the lowest give first."""
+
+    def give_up(self, pages: int) -> int:
+        """Gives back about so many pages of its device that are not in use; returns how many."""
+
+
+class _Givers:
+    """The givers of one device, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self.graphs = weakref.WeakValueDictionary[int, Giver]()
+        self.stores = weakref.WeakValueDictionary[int, Giver]()
+
+
+def add_giver(device: Device, giver: Giver, graphs: bool = False) -> None:
+    """Adds a store of prefixes, or the `graphs` of a model, until it is collected."""
+    givers = _givers_of(device)
+    (givers.graphs if graphs else givers.stores)[next(givers.numbers)] = giver
+
+
+def give_up(device: Device, pages: int) -> int:
+    """Gives back so many device pages of graphs and cached prefixes, or as many as there are; returns how many. Graphs
+    go first, then those of the model with the lowest priority, of equals those that came first."""
+    givers, gone = _givers_of(device), 0
+    for kind in (givers.graphs, givers.stores):
+        for giver in sorted(kind.values(), key=lambda giver: giver.priority):
+            if gone < pages:
+                gone += giver.give_up(pages - gone)
+    return gone
+
+
+def give_up_graphs(device: Device) -> None:
+    """Gives back the pages of all graphs that nobody uses."""
+    for giver in list(_givers_of(device).graphs.values()):
+        giver.give_up(device.budget // device.page_size)
+
+
+def _givers_of(device: Device) -> _Givers:
+    return devices.holding(device).parts.of(_Givers, _Givers)

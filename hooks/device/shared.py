@@ -1,22 +1,402 @@
-"""Budgets that processes of one user share: joining one, and what other modules ask of this process's part."""
+"""A budget that this process shares with others of the same user: joining it, and the part of this process, which asks
+for more where it is short and gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
+
+Note [How a part moves]
+    An allocation that finds no page reports a shortage (shortage.h), and the thread `ballonet-shared` answers. It takes
+    free bytes of the ledger. If those are too few it asks the other processes what they use, and some of them to give,
+    by the socket that `ballonet budget` uses. Each of these lowers its own budget as `set_budget()` does, first by idle
+    pages and then by its ladder, then its part, and answers; the bytes are free in the ledger then. A process that does
+    not answer in time is skipped, and not asked again for a while. The thread also checks now and then: if few pages
+    are left to a process that works it takes more free bytes; if some of its pages are on the host for want of device
+    pages, or requests wait for pages (`lacks`), it takes all that it is due.
+
+Note [Giving while a forward runs]
+    A lower budget counts at once, but a forward gives pages only at its next layer. An allocation that would fail
+    before that gets the old budget back: the process gives nothing then, and is asked again.
+"""
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
+import time
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from ...allocator import devices, install, looks
 from ...allocator._native import Device
-from ...allocator.devices import Runtime
-from ...allocator.errors import BallonetError, SharedBudgetError
-from ...allocator.shared_ledger import SharedLedger
+from ...allocator.defaults import CONTROL_GRACE, SMALLEST_BUDGET
+from ...allocator.devices import Runtime, change_budget
+from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
+from ...allocator.shared_ledger import SharedLedger, SharedParts
+from ...allocator.units import format_size
+from ...offload.policy.shares import Sharer, shares
 from ...offload.policy.tuning import Sharing
-from .shared_part import Share
+from . import governors
+from .shared_total import ask_to_give, facts_of, member_of
 
 _joining = threading.Lock()
+
+
+class _Giving:
+    """Whether the budget is being lowered, and whether that was given up. See Note [Giving while a forward runs]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = self._given_up = False
+
+    def begin(self) -> None:
+        """Marks the beginning of lowering the budget."""
+        with self._lock:
+            self._now, self._given_up = True, False
+
+    def end(self) -> bool:
+        """Marks the end of lowering the budget. Returns whether it was given up meanwhile."""
+        with self._lock:
+            self._now = False
+            return self._given_up
+
+    def give_up(self, undo: Callable[[], None]) -> bool:
+        """Calls `undo` if the budget is being lowered, and returns whether it is."""
+        with self._lock:
+            if self._now:
+                self._given_up = True
+                undo()
+            return self._now
+
+
+class Share:
+    """The part of this process. Thread-safe."""
+
+    def __init__(
+        self, runtime: Runtime, ledger: SharedLedger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: seconds, for decisions that depend on time."""
+        self.part = 0  # bytes
+        self.floor = SMALLEST_BUDGET * runtime.device.page_size  # bytes
+        self.priority = 0
+        self.ledger: Final = ledger
+        self._runtime: Final = runtime
+        self._tuning: Final = tuning
+        self._clock: Final = clock
+        self._moving = threading.Lock()  # held while the part and the budget change
+        self._giving = _Giving()
+        self._raised = -math.inf  # when the part was raised last
+        self._refused = -math.inf  # the time until which it does not ask again
+        self._pause = tuning.again / 2  # seconds that the last refusal held
+        self._lacking = 0, -math.inf  # (bytes that it could use more, until when that counts)
+        self._open = False  # may others still be asked for lacking bytes? False while they use all of theirs
+        self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
+        self._total = self._others_floors = 0
+        self._free = 0  # pages that the ledger had when it was read last
+        self._stamp: tuple[int, int] | None = None  # the ledger's when it was read last
+        self._reread = -math.inf  # the time until which it is not read again
+        self._closed = False
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="ballonet-shared", daemon=True)
+
+    # -- beginning and end
+
+    def join(self, total: int | None, floor: int, priority: int) -> None:
+        """Joins the shared budget. SharedBudgetError, and nothing has changed, where it has no place for the bytes that
+        this process uses already."""
+        device, page = self._runtime.device, self._runtime.device.page_size
+        self.floor = max(self.floor, -(-floor // page) * page)
+        self.priority = priority
+        device.trim()
+        joined = self.ledger.join(os.getpid(), self._runtime.number, total, self.floor)
+        try:
+            needed = max(self.floor, device.snapshot()["created"] * page)
+            self._total = joined.total or 0
+            self.part = self._found(needed, needed, others=True)
+            if self.part < self.floor:
+                raise SharedBudgetError(
+                    f"the processes that share {format_size(self._total)} on {self.ledger.device} leave "
+                    f"{format_size(self.part)}, and this one needs {format_size(self.floor)}: raise the total with "
+                    "`python -m ballonet budget --shared SIZE`, or end one of them"
+                )
+            change_budget(self._runtime, self.part, self._tuning.patience)
+        except BaseException:
+            self.ledger.leave(os.getpid())
+            raise
+        self._raised = self._clock()
+        device.hear_shortages(self._total // page, round(2 * self._tuning.patience * 1e9))
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stops asking, and waits for the thread: see control.py, Note [The end of a process]."""
+        self._closed = True
+        if self._thread.ident is not None:
+            self._thread.join(CONTROL_GRACE)
+
+    def close(self) -> None:
+        """Gives back the part, as the device is closed."""
+        self.end()
+        with suppress(BallonetError, OSError):
+            self.ledger.leave(os.getpid())
+
+    def forget(self) -> None:
+        """Drops the part in the child of a fork, which has none."""
+        self._closed = True
+
+    # -- what others see and ask
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values, in bytes: see Sharer; `device` of the ledger."""
+        used, wanted = self._use()
+        now = self._clock()
+        rested = now - self._raised
+        return {
+            "device": self.ledger.device,
+            "total": self._total,
+            "part": self.part,
+            "used": used,
+            "wanted": wanted,
+            "floor": self.floor,
+            "priority": self.priority,
+            "rested": rested if math.isfinite(rested) else None,
+        }
+
+    def give(self, nbytes: int, patience: float) -> None:
+        """Lowers the part to so many bytes, or as near as it can within `patience` seconds. BudgetInUse where that is
+        no less than before."""
+        page = self._runtime.device.page_size
+        with self._moving:
+            wanted = max(self.floor, nbytes // page * page)
+            if wanted >= self.part:
+                return
+            try:
+                self._lower(wanted, patience)
+            except BudgetInUse as error:
+                if not wanted < error.smallest < self.part or error.waited:
+                    raise
+                self._lower(error.smallest, patience)
+
+    def set_budget(self, nbytes: int, patience: float) -> None:
+        """Sets the budget for `ballonet.set_budget()`: gives bytes, or takes free ones. SharedBudgetError where too few
+        are free, BudgetInUse."""
+        with self._moving:
+            if nbytes < self.floor:
+                raise SharedBudgetError(f"this process keeps {format_size(self.floor)}: ask for that or more")
+            if nbytes <= self.part:
+                self._lower(nbytes, patience)
+                return
+            got = self.ledger.raise_to(os.getpid(), nbytes, self._runtime.device.page_size)
+            if got < nbytes:
+                self.ledger.lower_to(os.getpid(), self.part)
+                raise SharedBudgetError(
+                    f"a budget of {format_size(nbytes)} was asked for, but of the {format_size(self._total)} that this "
+                    f"process shares with others {format_size(got)} are left for it: ask for that or less, or raise "
+                    "the total with `python -m ballonet budget --shared SIZE`"
+                )
+            self._put(got)
+
+    @property
+    def reach(self) -> int:
+        """Returns the bytes to which the budget could grow if no other process needed more than its floor."""
+        return max(self.part, self._total - self._others_floors)
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes up to so many bytes more; waits for other processes."""
+        self._grow(nbytes, others=True, urgent=True)
+
+    def lacks(self, nbytes: int) -> None:
+        """Notes that a scheduler could use so many bytes more. Call it in each step, as it counts for a while only.
+        Never waits."""
+        before, self._lacking = self._lacks, (nbytes, self._clock() + self._tuning.lacking)
+        if nbytes > before:
+            self._open = True
+            self._runtime.device.lacks(-(-nbytes // self._runtime.device.page_size))
+
+    @property
+    def may_grow(self) -> bool:
+        """May lacking bytes still be had? False while other processes use all of theirs."""
+        return self._open and self._lacks > 0
+
+    @property
+    def _lacks(self) -> int:
+        nbytes, until = self._lacking
+        return nbytes if self._clock() < until else 0
+
+    # -- what happens in the thread
+
+    def _run(self) -> None:
+        device = self._runtime.device
+        try:
+            while not self._closed:
+                self._hear(device)
+        finally:
+            device.hear_shortages(0, 0)  # no allocation waits for an answer from now on
+
+    def _hear(self, device: Device) -> None:
+        (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
+        kept = False
+        try:
+            if missing:
+                kept = last and self._giving.give_up(lambda: device.set_budget(self.part))
+                if not kept:
+                    self._grow(missing * device.page_size, others=True, urgent=last)
+            elif not self._closed:
+                self._keep_ahead()
+        except (BallonetError, OSError) as error:
+            self._open = False
+            if not self._warned and not self._closed:
+                self._warned = True
+                warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
+        finally:
+            device.answer_shortage(kept or self.part > before)
+
+    def _keep_ahead(self) -> None:
+        """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
+        some or has pages on the host."""
+        device = self._runtime.device
+        governor = governors.known(self._runtime)
+        standing = None if governor is None else governor.standing()
+        now, stamp = self._clock(), self.ledger.stamp
+        same = stamp == self._stamp
+        if not same or now >= self._reread:
+            self._stamp, self._reread = stamp, now + self._tuning.reread
+            self._see(self.ledger.read())
+        active = standing if standing is not None and standing.active else None
+        lacking = self._lacks + (0 if active is None else active.away * device.page_size)
+        slack, wanted = self._total // self._tuning.step, self.part + lacking
+        if lacking and same and now < self._refused:
+            return
+        if lacking:
+            due = self._grow(lacking, others=True)
+            self._open = self._open if due is None else due < wanted
+        elif active and self._free and device.available * device.page_size < max(slack, self.part // 3):
+            self._grow(slack, others=False)
+
+    def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
+        """Raises the part by so many bytes, and a step more if that is free. `others`: ask other processes. `urgent`:
+        count bytes that they do not use as idle at once, as nothing else helps. Returns the bytes that this process is
+        due; None where no other was asked."""
+        if self._clock() < self._refused and not urgent:
+            others = False
+        if not self._moving.acquire(blocking=urgent):  # a give is in progress
+            return None
+        try:
+            before = self.part
+            most = before + nbytes + self._total // self._tuning.step
+            self._put(self._found(before + nbytes, most, others=False))
+        finally:
+            self._moving.release()
+        if not others or self.part >= before + nbytes:
+            return None
+        deadline = self._clock() + self._tuning.patience
+        while True:
+            # Without the lock: an asked process may ask this one meanwhile.
+            due, gave = self._ask_others(before + nbytes, urgent)
+            if self._moving.acquire(blocking=urgent):
+                try:
+                    self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
+                finally:
+                    self._moving.release()
+            # A third process may have taken the bytes that were given.
+            if not urgent or not gave or self.part > before or self._closed or self._clock() >= deadline:
+                break
+        if self.part < before + nbytes:
+            self._pause = min(2 * self._pause, self._tuning.dwell)
+            self._refused = self._clock() + self._pause
+        return due
+
+    def _found(self, needed: int, most: int, *, others: bool) -> int:
+        """Returns the part to which it was raised: at most `most`, and with `others` asked at least `needed`."""
+        me, page = os.getpid(), self._runtime.device.page_size
+        got = self.ledger.raise_to(me, most, page)
+        if others and got < needed:
+            self._ask_others(needed, True)
+            got = self.ledger.raise_to(me, needed, page)
+        return got
+
+    def _ask_others(self, wanted: int, urgent: bool) -> tuple[int, bool]:
+        """Asks other processes to give, so that this one may have `wanted` bytes, as far as it is due. Returns (the
+        bytes it is due, whether any process gave)."""
+        now = self.ledger.read()
+        self._see(now)
+        me, deadline = os.getpid(), self._clock() + self._tuning.patience
+        pids = sorted(now.parts)
+        members = [self._member(pid, now, wanted if pid == me else 0) for pid in pids]
+        if urgent:
+            members = [replace(member, rested=math.inf) for member in members]
+        if me not in now.parts:
+            return self.part, False
+        gave, total = False, min(now.total or 0, now.target or 0)
+        due = dict(zip(pids, shares(total, members, self._tuning), strict=True))
+        for pid in pids:
+            left = deadline - self._clock()
+            if pid != me and due[pid] < now.parts[pid].nbytes and left > 0:
+                given = ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
+                self._note_answer(pid, given is not None)
+                gave |= given is True
+        return due[me], gave
+
+    def _member(self, pid: int, now: SharedParts, wanted: int) -> Sharer:
+        part = now.parts[pid]
+        if pid == os.getpid():
+            used, _ = self._use()
+            return Sharer(part.nbytes, used, max(wanted, part.nbytes), part.floor, self.priority, 0.0)
+        facts = None
+        if self._silent.get(pid, -math.inf) <= self._clock():
+            facts = facts_of(pid, part.number, self._tuning.answer)
+            self._note_answer(pid, facts is not None)
+        return member_of(part.nbytes, part.floor, facts)
+
+    def _note_answer(self, pid: int, answered: bool) -> None:
+        """A process that does not answer in time is not asked for a while."""
+        if not answered:
+            self._silent[pid] = self._clock() + self._tuning.silent
+
+    def _see(self, now: SharedParts) -> None:
+        """Notes a new total, and what other processes keep."""
+        me, page = os.getpid(), self._runtime.device.page_size
+        total = min(now.total or 0, now.target or 0)
+        self._free = now.free // page
+        self._others_floors = sum(part.floor for pid, part in now.parts.items() if pid != me)
+        if total != self._total:
+            self._total, self._refused, self._pause = total, -math.inf, self._tuning.again / 2
+            self._runtime.device.hear_shortages(total // page, round(2 * self._tuning.patience * 1e9))
+
+    # -- the budget; the caller holds `_moving`
+
+    def _put(self, part: int) -> None:
+        if part > self.part:
+            self._runtime.device.set_budget(part)
+            lacking, until = self._lacking
+            self._lacking, self._pause = (max(0, lacking - part + self.part), until), self._tuning.again / 2
+            self.part, self._raised = part, self._clock()
+
+    def _lower(self, part: int, patience: float) -> None:
+        device, began = self._runtime.device, self._clock()
+        self._giving.begin()
+        try:
+            change_budget(self._runtime, part, patience)
+        finally:
+            given_up = self._giving.end()
+        if given_up:
+            device.set_budget(self.part)
+            raise BudgetInUse(device.snapshot()["created"] * device.page_size, part, self._clock() - began)
+        self.ledger.lower_to(os.getpid(), part)
+        self.part = part
+
+    def _use(self) -> tuple[int, int]:
+        """Returns (bytes that this process uses, bytes that it could use)."""
+        snapshot, page = self._runtime.device.snapshot(), self._runtime.device.page_size
+        governor = governors.known(self._runtime)
+        standing = None if governor is None else governor.standing()
+        owned = sum(snapshot["pages"][owner] for owner in ("weights", "activations", "kv", "retiring"))
+        used = owned - snapshot["heap"]["cached"] // page - (standing.idle if standing is not None else 0)
+        used = max(0, used) * page
+        if standing is None or not standing.active:
+            return used, used + self._lacks
+        used = min(self.part, used + self._total // (2 * self._tuning.step))
+        return used, used + standing.away * page + self._lacks
 
 
 def join(runtime: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:

@@ -1,10 +1,17 @@
-"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks.
+"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks, and what an
+out-of-memory error of one says beside the core's words: changes with which that forward would have had room.
 
 Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
     But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
     call of the module it belongs to. A call that is no longer on the stack was interrupted: its lease is closed when
     the same thread next runs the model, or ends. A call within one that is on the stack is nested, and needs nothing.
+
+Note [When help is asked for]
+    The core words the error where no Python may run (exhausted.cpp), and most programs that catch one never read it. So
+    what would help is worked out when the message is read, from sizes that were noted when it was raised. The message
+    is a str whose text grows then; code that looks into it without `str()`, as accelerate does into `args`, sees the
+    core's words.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -25,12 +32,23 @@ from ...allocator._native import Range
 from ...allocator.errors import ModelInUse, PoolExhausted
 from ..weights.ranges import Weights
 from .gate import Gate
-from .hook_base import CALL, CallKeywords, Hook, opaquely, remove_all
-from .lease import ForwardLease
-from .local_layers import LocalLayers
-from .turns import Turn, Turns
+from .hook_base import CALL, CallKeywords, Hook, LocalLayers, opaquely, remove_all
+from .lease import ForwardLease, Turn, Turns
 
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
+Ask = Callable[[], Sequence[str]]
+
+
+class ForwardEvents(NamedTuple):
+    """What is called around forwards of a model: `lease` makes the lease of one; `before(args, kwargs)` at the
+    beginning of each outermost one, under its lease, `after()` at its end; `yield_pages()` between two layers when
+    other threads request pages; `exhausted` with an out-of-memory error of one."""
+
+    lease: Callable[[], ForwardLease]
+    before: Callable[[Sequence[Any], Mapping[str, Any]], None]
+    after: Callable[[], None]
+    yield_pages: Callable[[], None]
+    exhausted: Callable[[torch.OutOfMemoryError], None]
 
 
 class Forwards:
@@ -39,29 +57,18 @@ class Forwards:
     def __init__(
         self,
         weights: Weights,
-        lease: Callable[[], ForwardLease],
-        before: Callable[[Sequence[Any], Mapping[str, Any]], None],
-        after: Callable[[], None],
-        yield_pages: Callable[[], None],
+        events: ForwardEvents,
         turns: Turns,
         layers: Layers,
         local_layers: LocalLayers,
-        exhausted: Callable[[torch.OutOfMemoryError], None],
     ) -> None:
-        """`lease` makes the lease of a forward. `before(args, kwargs)` is called at the beginning of each outermost
-        forward, under its lease, `after()` at its end, `yield_pages()` between two layers when other threads request
-        pages. `layers` is called for each decoder layer that runs. `local_layers`: which layers this process runs.
-        `exhausted` is called with an out-of-memory error of a forward."""
+        """`layers` is called for each decoder layer that runs. `local_layers`: which layers this process runs."""
         # called before each decoder layer: the one point at which `ballonet.testing` moves pages
         self.at_layer: Callable[[], None] | None = None
         self.count = 0  # decoder layers that are hooked
         self.weights = weights
-        self._lease = lease
-        self._before = before
-        self._after = after
-        self.yield_pages = yield_pages
+        self._lease, self._before, self._after, self.yield_pages, self.exhausted = events
         self.local_layers = local_layers
-        self.exhausted = exhausted
         self._turns = turns
         self.layers = layers
         self.outermost = _Outermost()
@@ -344,3 +351,30 @@ class LeaveLayer(Hook):
             opaquely(self)
         elif self._forwards.layers.inside == self._layer:
             self._forwards.layers.leave(self._layer)
+
+
+class Message(str):
+    """The core's words, and after the first `str()` what `ask` returns, too. Pickled as the text."""
+
+    _ask: Ask | None
+    _text: str
+
+    def __new__(cls, words: str, ask: Ask) -> Self:
+        made = super().__new__(cls, words)
+        made._ask, made._text = ask, words
+        return made
+
+    def __str__(self) -> str:
+        ask, self._ask = self._ask, None
+        if ask is not None and (changes := ask()):
+            self._text = f"{self._text}. By a plan of this forward it fits with {', or '.join(changes)}"
+        return self._text
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def explain(error: torch.OutOfMemoryError, ask: Ask) -> None:
+    """Makes the error's message say what would help. Idempotent."""
+    if error.args and isinstance(error.args[0], str) and not isinstance(error.args[0], Message):
+        error.args = (Message(error.args[0], ask), *error.args[1:])

@@ -1,15 +1,185 @@
-"""`KVCache`: the elastic cache for programs that make a model's cache themselves."""
+"""Which layers of a cache become elastic, why the others stay what transformers makes of them, and `KVCache`, for
+programs that make a model's cache themselves.
+
+Note [One decision]
+    For each type of layer ("full_attention") transformers has a class in a table, from which a `DynamicCache` is made.
+    Whether a layer becomes elastic depends on that class alone, which must be exactly one of those in `ELASTIC`:
+    subclasses store more than keys and values. `generation` decides so when a managed model builds a cache, `KVCache`
+    for its own layers, and `plan` for a model that need not exist.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
 
 from ...allocator import devices
-from ..compat import DynamicCache
-from .grouping import CacheRanges
-from .kinds import elastic_counterpart, elastic_layers
+from ..compat import (
+    DynamicCache,
+    DynamicLayer,
+    GenerationMixin,
+    HybridLayer,
+    LinearAttentionLayer,
+    builds_dynamic_cache,
+    layer_classes,
+    layer_count,
+    prepared_caches,
+    without_modules,
+)
 from .layer import ElasticLayer
+from .ranges import CacheRanges
+
+CROSS_ATTENTION: Final = "cross_attention"
+_STORES: Final = {  # class of layer -> what it stores
+    "DynamicLayer": "keys and values of every token, which grow with the sequence",
+    "LinearAttentionAndFullAttentionLayer": "keys and values of every token, which grow, beside a state of fixed size",
+    "DynamicSlidingWindowLayer": "the last tokens of a window only, whose size is fixed",
+    "DynamicIndexedLayer": "the keys of an index beside keys and values, for which there is no elastic layer",
+    "LinearAttentionLayer": "a state of fixed size, whatever the number of tokens",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "a state and a window, both of fixed size",
+    "DummyLayer": "nothing: the layer has no attention, or uses what another layer stores",
+}
+
+
+class ElasticHybridLayer(HybridLayer, ElasticLayer):  # type: ignore[misc, override]
+    """The state of a linear-attention layer, which has a fixed size, beside keys and values in a range.
+
+    The state is transformers' own. The stock class calls both halves by name and not by `super()`
+    (`DynamicLayer.reset(self)`), so each of those methods is written again here with the elastic half; the others are
+    inherited from the half that has them.
+    """
+
+    stock = HybridLayer
+
+    def __init__(self, ranges: CacheRanges | None = None, number_of_states: int = 1, **kwargs: Any) -> None:
+        """`ranges`: shared with the other layers of the cache. `kwargs`: what transformers gives to any layer."""
+        ElasticLayer.__init__(self, ranges, **kwargs)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def offload(self) -> None:
+        ElasticLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        ElasticLayer.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        ElasticLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        ElasticLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        ElasticLayer.crop(self, tokens_to_remove)
+
+
+ELASTIC: Final[Mapping[object, type[ElasticLayer]]] = {kind.stock: kind for kind in (ElasticLayer, ElasticHybridLayer)}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Whether one layer of a cache becomes elastic."""
+
+    kind: str  # the type that transformers gives it, such as "full_attention", or CROSS_ATTENTION; empty if unknown
+    stock: str  # the class that transformers makes of it
+    layer: str  # the class that the cache of a managed model has
+    elastic: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """Which layers of the cache that `generate()` makes for a model become elastic."""
+
+    reason: str  # why its caches are left alone; empty where they are not
+    layers: tuple[LayerPlan, ...] = ()
+    cross: tuple[LayerPlan, ...] = ()  # an encoder-decoder model's layers for the encoder's output
+
+    @property
+    def elastic(self) -> int:
+        """How many layers are elastic."""
+        return sum(layer.elastic for layer in (*self.layers, *self.cross))
+
+
+def plan(model_class: type, config: Any) -> CachePlan:
+    """The plan for a model of that class and configuration. Builds no model and needs no device.
+
+    UnsupportedVersion; errors of the class itself where the configuration is not one of its own.
+    """
+    reason = reason_to_leave(model_class, config)
+    if reason:
+        return CachePlan(reason)
+    caches = prepared_caches(without_modules(model_class, config))
+    if not caches:
+        return CachePlan(f"{model_class.__name__} prepares no DynamicCache for generate()")
+    own, *cross = caches
+    kinds = [kind for kind, _ in layer_classes(config)]
+    if len(kinds) != len(own.layers):  # it was made for a configuration that the class made itself
+        kinds = [""] * len(own.layers)
+    layers = [_plan(kind, type(layer), by_table=True) for kind, layer in zip(kinds, own.layers, strict=True)]
+    return CachePlan("", tuple(layers), tuple(plan for cache in cross for plan in _cross_plans(cache, len(layers))))
+
+
+def reason_to_leave(model_class: type, config: Any) -> str:
+    """Why caches of such a model are not made elastic; empty where they may be."""
+    name = model_class.__name__
+    if config is None or not issubclass(model_class, GenerationMixin):
+        return f"{name} does not generate text the way transformers does"
+    if not builds_dynamic_cache(model_class):
+        return f"{name} keeps its state in its own way: transformers builds no DynamicCache for it"
+    if not layer_count(config):
+        return f"the configuration of {name} does not say how many layers it has"
+    return ""
+
+
+def elastic_layers(config: Any) -> int:
+    """Counts the elastic layers of one `DynamicCache` for `config`."""
+    return len(elastic_numbers(config))
+
+
+def elastic_numbers(config: Any) -> list[int]:
+    """Returns which layers of one `DynamicCache` for `config` are elastic."""
+    return [number for number, (_, stock) in enumerate(layer_classes(config)) if stock in ELASTIC]
+
+
+def elastic_counterpart(layer: Any, ranges: CacheRanges, number: int) -> Any:
+    """Returns an elastic layer over `ranges` in the place of the unused `layer`; `layer` itself where its class has no
+    counterpart. `number`: of the layer in its model."""
+    counterpart = type(layer) if isinstance(layer, ElasticLayer) else ELASTIC.get(type(layer))
+    if counterpart is None:
+        return layer
+    return counterpart(ranges, number=number, number_of_states=getattr(layer, "number_of_states", 1))
+
+
+def _cross_plans(cache: DynamicCache, count: int) -> Iterator[LayerPlan]:
+    """Returns the plans for the cache of the encoder's output, whose layers may be of other classes."""
+    for layer in cache.layers:
+        yield _plan(CROSS_ATTENTION, type(layer), by_table=True)
+    if not cache.layers:
+        yield from [_plan(CROSS_ATTENTION, DynamicLayer, by_table=False)] * count
+
+
+def _plan(kind: str, stock: type, *, by_table: bool) -> LayerPlan:
+    name = stock.__name__
+    stores = _STORES.get(name)
+    counterpart = ELASTIC.get(stock)
+    if stores is None:
+        why = f"a class of {stock.__module__}, which may store more than keys and values"
+    elif counterpart is not None and not by_table:
+        why = f"stores {stores}, but the model makes it without a configuration, layer by layer"
+    else:
+        why = f"stores {stores}"
+    if counterpart is None or not by_table:
+        return LayerPlan(kind, name, name, False, why)
+    return LayerPlan(kind, name, counterpart.__name__, True, why)
 
 
 class KVCache(DynamicCache):

@@ -36,9 +36,9 @@ from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, GenerationMixin, layer_types
 from ..device.references import label
 from ..forward.lease import ForwardLease, opened
-from .grouping import CacheRanges
-from .kinds import ELASTIC, elastic_numbers, reason_to_leave
+from .cache import ELASTIC, elastic_numbers, reason_to_leave
 from .layer import ElasticLayer
+from .ranges import CacheRanges
 
 _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cache which grows on the device
 

@@ -32,10 +32,8 @@ from ...allocator.errors import ManageError
 from ..compat import DynamicLayer, cropped, eager
 from ..device import graphs
 from ..forward.lease import GroupLease
-from .grouping import CacheRanges
-from .range import KVRange
-from .shown import Latest
-from .tensors import KVShape, Pair
+from .ranges import CacheRanges, KVRange
+from .tensors import KVShape, Latest, Pair
 
 _THERE: Final = ("_range", "_latest")  # attributes that a copy cannot have
 
@@ -220,7 +218,7 @@ class ElasticLayer(DynamicLayer):
         return kv_range.part(self._place, start, end)
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes tokens that the range is missing, see range.py, Note [Released prefix]. The caller holds a lease."""
+        """Writes tokens that the range is missing, see ranges.py, Note [Released prefix]. The caller holds a lease."""
         cast(KVRange, self._range).write(self._place, start, keys, values)
 
     def _twin(self, state: dict[str, Any]) -> Self:

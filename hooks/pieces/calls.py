@@ -1,28 +1,37 @@
-"""Where a managed model's forwards within `generate()` go to its pieces.
+"""Where a managed model's forwards within `generate()` and in loops go to its pieces; cuDNN's attention is off
+meanwhile.
 
 Note [Forward of a class]
     The `forward` of the model's class is wrapped, not that of the model, so that a copy or a pickle takes nothing
     along; the hooks of the model stay around it. A direct call of the model is passed on: a program may keep what that
     returns, and may look at modules on its way. With the last model the wrapper is removed; if another one has been put
     around it meanwhile, it stays below and passes calls on.
+
+Note [A switch of the process]
+    cuDNN's attention compiles a plan for each new length, 30 to 46 ms of the host, and does not repeat its bits; torch
+    prefers it on Hopper. torch's switch is the process's: turned around a call it would change attention that other
+    threads compute. So it is off from the first `manage()` with pieces on a GPU to the end of the last, prefill too.
+    `torch.backends.cuda.enable_cudnn_sdp` is wrapped meanwhile: what the user sets is obeyed at once, and stays.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.backends import cuda
 
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
 from ..compat import tokens_of_prompt
 from ..kv import generation
+from .plans import sets_between
 from .runner import PieceRunner
-from .settings import sets_between
 
 
 class PiecesCall:
@@ -134,3 +143,38 @@ def _call_of(model: Any) -> PiecesCall | None:
         if isinstance(call, PiecesCall):
             return call
     return None
+
+
+def keep_off(model: nn.Module) -> Callable[[], object]:
+    """Turns cuDNN's attention off until the returned idempotent function is called or the model is collected, and so
+    for every other model. It is then as it was, or as the user has set it meanwhile."""
+    _users.add(id(model), None)
+    return Finalizer(model, partial(_users.remove, id(model)))
+
+
+def _turn_off() -> Iterator[Undo]:
+    stock: Any = cuda.enable_cudnn_sdp
+    was_on = cuda.cudnn_sdp_enabled()
+    set_by_user = False
+
+    @functools.wraps(stock)
+    def enable_cudnn_sdp(enabled: bool) -> None:
+        nonlocal set_by_user
+        stock(enabled)
+        set_by_user = True
+
+    def unwrap() -> None:
+        if cuda.enable_cudnn_sdp is enable_cudnn_sdp:  # else another wrapper calls it
+            cuda.enable_cudnn_sdp = stock
+
+    def turn_on() -> None:
+        if was_on and not set_by_user:
+            stock(True)
+
+    cuda.enable_cudnn_sdp = enable_cudnn_sdp
+    yield unwrap
+    yield turn_on
+    stock(False)
+
+
+_users: Final = Seam[None](_turn_off)  # by the id of a live model

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ..compat import cache_name, prepared_caches, without_values
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 from .recipe import Recipe, difference
 from .recorder import ForwardRecorder, RecordedLayers
 from .runner import GROWS, deciding_by_length, modules_with_cache, weights_by_address

@@ -32,24 +32,23 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Device
 from ...allocator.interrupts import Guarded, guarded
-from ...offload.policy.tuning import PieceForwards
+from ...offload.governor.governor import Governor
 from ..cache_argument import given_cache
 from ..compat import Cache
-from ..device import pressure
+from ..device import governors
+from ..device.references import label
 from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
 from ..measure.pace import Pace
 from ..measure.report import PiecesReport
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
 from .graph_pool import GraphPool
-from .plans import Act, KeyPlan, Variant
+from .plans import Act, KeyPlan, ModelSettings, Variant
 from .program import BrokenOff, Forward, Program, Stale
 from .recipe import difference, operands
 from .recorder import BATCH, ForwardRecorder, RecordedLayers
-from .resumed import ResumedForward
-from .seams import recording
-from .settings import ModelSettings
+from .seams import ResumedForward, recording
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
 WAYS: Final = ("fine", "coarse", "eager")
@@ -77,16 +76,14 @@ class PieceRunner:
         self,
         model: nn.Module,
         device: Device,
-        name: str,
+        governor: Governor,
         away: Callable[[], Container[int] | None],
-        scarce: Callable[[], bool],
         between: Callable[[], object],
         pace: Pace,
         priority: int,
-        tuning: PieceForwards,
     ) -> None:
-        """`away`: returns the decoder layers that run on their own, as they are read from slots; None where no forward
-        may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
+        """`governor`: of the device. `away`: returns the decoder layers that run on their own, as they are read from
+        slots; None where no forward may run by pieces. `between`: called before a forward by graphs, in place
         of what hooks do between two layers. `pace`: times the forwards. `priority`: of the model."""
         self.priority = priority
         self.calls = weakref.WeakValueDictionary[int, Any]()  # of generate(), and loops, by id
@@ -96,12 +93,12 @@ class PieceRunner:
         self.acted: Act = Act.EAGER  # what the last forward did
         self._model = weakref.ref(model)
         self._device = device
-        self._name = name
+        self._name = label(model)
         self._away = away
-        self._scarce = scarce
+        self._scarce: Callable[[], bool] = lambda: governor.pages.scarce  # are device pages short now?
         self._between = between
         self._pace = pace
-        self._tuning = tuning
+        self._tuning = governor.tuning.pieces
         self._torch_device = torch_device(device)
         self._plans: OrderedDict[Any, KeyPlan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
@@ -112,7 +109,7 @@ class PieceRunner:
         self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._settings: ModelSettings | None = None  # of the last forward that was recorded, where they may change
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
-        pressure.add(device, self, graphs=True)
+        governors.add_giver(device, self, graphs=True)
 
     # -- forwards
 
@@ -194,7 +191,7 @@ class PieceRunner:
         return _Output(program.output(forward))
 
     def _finish(self, stock: Callable[..., Any], plan: KeyPlan, task: _Task, broken: BrokenOff) -> _Output | None:
-        """Computes a forward on eagerly, see resumed.py; None where nothing of it was, and it can be recorded."""
+        """Computes a forward on eagerly, see seams.py; None where nothing of it was, and it can be recorded."""
         why = broken.__cause__
         if isinstance(why, Stale):
             plan.call = None  # the next one is recorded

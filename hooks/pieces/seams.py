@@ -1,9 +1,16 @@
-"""Where a recorded forward leaves what graphs may hold: functions of transformers, replaced while a recording runs.
+"""Where a recorded forward leaves what graphs may hold: functions of transformers, replaced while a recording runs, or
+while the rest of a forward is computed that was broken off in the middle of its graphs.
 
 Note [Seams]
     `Cache.update`, the attention function that a module asks `AttentionInterface` for, and the mask functions by the
     names under which modelling files have them. The replacements act on a thread that records and pass all other calls
     on. They are put in with the first recording that runs and taken out with the last.
+
+Note [Broken off]
+    A graph cannot be replayed, a mask has come or gone, or there is no memory for a token: then the caches of some
+    layers hold the new token already, and others do not. So the model's own forward runs from its beginning, and each
+    call that was made before (an update, a mask, attention, a module that is never captured) returns what it returned
+    then, instead of being made again. What lies between, which changes nothing, is computed a second time.
 """
 
 from __future__ import annotations
@@ -11,7 +18,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -22,12 +30,66 @@ from ...allocator.interrupts import Guarded, guarded
 from ...allocator.patches import Patches, Seam, Undo
 from ..compat import Cache
 from . import batch
-from .recipe import Fresh
+from .batch import BatchStep
+from .recipe import EagerCall, Fresh, same_function
 from .recorder import ForwardRecorder, RecordedLayers
-from .resumed import ResumedForward
 
 _MASKS: Final = "create_"  # how the names of mask functions begin
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt: the host waits for the device
+
+
+class ResumedForward:
+    """Stands where a recorder does, see `seams.recording`, and gives back what the calls that were made have
+    returned."""
+
+    def __init__(self, cache: Any, batch: BatchStep | None, done: Iterable[tuple[EagerCall, Any]]) -> None:
+        """`cache`, `batch`: of the forward. `done`: the calls that were made, in order, with what they returned."""
+        self.cache = cache
+        self.batch = batch
+        self.fine = True  # is attention cut out?
+        self.new: tuple[Any, Any] | None = None  # see ForwardRecorder
+        self._done = deque(done)
+        self._thread = threading.get_ident()
+        self._modules: list[Any] = [call.function for call, _ in self._done if call.kind == "module"]
+
+    @property
+    def records(self) -> bool:
+        """Is there a call that is not to be made again?"""
+        return bool(self._done) and threading.get_ident() == self._thread
+
+    def call(self, kind: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what the call has returned, if it is the next of those that were made; else makes it."""
+        if self.records:
+            call, result = self._done[0]
+            if call.kind == kind and same_function(call.function, function):
+                self._done.popleft()
+                return result
+        return function(*args, **kwargs)
+
+    def aside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Makes a call."""
+        return function(*args, **kwargs)
+
+    def found(self, tensor: Any) -> Fresh:
+        """Says that attention reads what the cache has returned, as it was seen to."""
+        return Fresh((0, 0), 0)
+
+    def refuse(self, why: str) -> None:
+        """Does nothing: there will be no recipe."""
+
+    def add(self) -> None:
+        """Has the modules among the calls return what they returned, until `remove`."""
+        for module in self._modules:
+            vars(module)["forward"] = functools.partial(self._forward, module, type(module).forward)
+
+    def remove(self) -> None:
+        for module in self._modules:
+            vars(module).pop("forward", None)
+
+    def _forward(self, module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.records and self._done[0][0].function is module:
+            return self._done.popleft()[1]
+        return stock(module, *args, **kwargs)
 
 
 class _Thread(threading.local):

@@ -1,4 +1,11 @@
-"""The operations, reads and allocations of a forward, found by running it without values.
+"""A model from its configuration, without a value: the sizes of its weights and of its KV, and the operations, reads
+and allocations of a forward, found by running it.
+
+Note [The class decides]
+    The model is built on the meta device by the class that would load it, in the dtype of its checkpoint: so tied
+    weights, experts and buffers are those of a run, and no formula for an architecture is needed. The widths of keys
+    and values come from one token through the model (compat.run_without_values), as configurations are wrong about
+    some.
 
 Note [What is watched]
     Every operator of a forward on the meta device is seen: the bytes of each storage for as long as it lives, whose
@@ -13,11 +20,12 @@ Note [Layers that are alike]
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -30,12 +38,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ...allocator.errors import ConfigError
+from ...allocator.errors import BallonetError, ConfigError
+from ...offload.policy.layout import Block
 from ...offload.policy.planner.hardware import ForwardWork
 from ...offload.policy.tuning import DEFAULT
-from ..compat import cache_name, prepared_caches
-from ..weights.layers import decoder_layers
-from .shape import ModelShape
+from ..compat import (
+    cache_name,
+    generating_class,
+    load_config,
+    longest_sequence,
+    prepared_caches,
+    quantization,
+    run_without_values,
+)
+from ..kv.cache import CachePlan
+from ..programs.model_info import Widths, dtype_of, planned, quiet, widths_of
+from ..weights.model_parts import decoder_layers, members
 
 _GROUPED: Final = frozenset(
     grouped
@@ -43,6 +61,143 @@ _GROUPED: Final = frozenset(
     for name in ("_grouped_mm", "grouped_mm")
     if (grouped := getattr(owner, name, None))
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A block of weights: its bytes, the only decoder layer that uses it, else None, and how many of the bytes are
+    elements of matrices, which can be quantized."""
+
+    nbytes: int
+    layer: int | None
+    matrix: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A configuration and the class that would load it; equal if their `text` (JSON) is equal."""
+
+    model_class: Any
+    text: str
+    config: Any = field(compare=False)
+
+    @classmethod
+    def of(cls, model_class: Any, config: Any) -> Described:
+        return cls(model_class, f"{config._attn_implementation} {config.to_json_string(use_diff=False)}", config)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model without values; equal if their descriptions are equal. `model`: on the meta device. `weights`: in the
+    order in which they are moved. `layers`: the number of decoder layers. `widths`: of each elastic layer of its cache,
+    by index. `positions`: its longest sequence, 0 where the configuration has none."""
+
+    described: Described
+    name: str = field(compare=False)
+    model: Any = field(compare=False)
+    weights: tuple[Weight, ...] = field(compare=False)
+    layers: int = field(compare=False)
+    widths: Mapping[int, Widths] = field(compare=False)
+    dtype: torch.dtype = field(compare=False)
+    positions: int = field(compare=False)
+
+    @property
+    def config(self) -> Any:
+        return self.described.config
+
+    def blocks(self, bits: int | None = None) -> list[Block]:
+        """Returns the weights for `layout.place`. `bits`: of an element of quantized matrices, None: not quantized."""
+        wide = 8 * self.dtype.itemsize
+        share = 1.0 if bits is None else min(1.0, bits / wide)
+        return [
+            Block(key, max(1, weight.nbytes - int(weight.matrix * (1 - share))), weight.layer)
+            for key, weight in enumerate(self.weights)
+        ]
+
+
+def shape_of(name: str) -> ModelShape:
+    """Returns the shape of a model: a folder, a name on the hub, or a type with its defaults. ConfigError where its
+    configuration cannot be read, is incomplete, or is of no decoder of text."""
+    quiet()
+    config = load_config(name)
+    model_class: Any = generating_class(config)
+    if model_class is None:
+        raise ConfigError(f"{name}: transformers has no class that generates text with a {type(config).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} has an encoder, whose tokens a plan does not count: give a model that only decodes")
+    if quantization(config, {}):
+        raise ConfigError(
+            f"{name} is quantized, and its configuration does not say how large its weights are: give the model that "
+            "it was made of; what fewer bits would change is among the changes"
+        )
+    described, caches = Described.of(model_class, config), planned(name, model_class, config)
+    model, dtype = _built(name, model_class, config)
+    layers = decoder_layers(model)
+    if not layers:
+        raise ConfigError(f"{name}: the configuration does not say how many decoder layers there are")
+    return ModelShape(
+        described,
+        name,
+        model,
+        tuple(_weights(model, layers)),
+        len(layers),
+        _widths(name, described, caches),
+        dtype,
+        longest_sequence(config),
+    )
+
+
+def _built(name: str, model_class: Any, config: Any) -> tuple[Any, torch.dtype]:
+    dtype = dtype_of(config)
+    try:
+        with torch.device("meta"):
+            return model_class._from_config(copy.deepcopy(config), dtype=dtype).eval(), dtype
+    except Exception as error:  # any error: the model's code runs on an incomplete configuration
+        raise ConfigError(
+            f"{name}: {model_class.__name__} cannot be built from this configuration, which may lack sizes: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _weights(model: nn.Module, layers: tuple[nn.Module, ...]) -> Iterator[Weight]:
+    """Yields a block for the tensors of each storage, as they move (model_parts.py, Note [What moves together])."""
+    storages: dict[int, tuple[list[torch.Tensor], set[int | None]]] = {}
+    for member in members(model, layers):
+        if member.tensor.numel():
+            tensors, users = storages.setdefault(member.tensor.untyped_storage()._cdata, ([], set()))
+            tensors.append(member.tensor)
+            users.update(member.layers)
+    for tensors, users in storages.values():
+        nbytes = max(tensor.untyped_storage().nbytes() for tensor in tensors)
+        matrix = tensors[0].dim() > 1 and tensors[0].is_floating_point()
+        layer = users.pop() if len(users) == 1 else None
+        yield Weight(nbytes, layer, nbytes if matrix and layer is not None else 0)
+
+
+def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, Widths]:
+    elastic = [index for index, layer in enumerate(caches.layers) if layer.elastic]
+    if not elastic:
+        return {}
+    try:
+        widths = _all_widths(described)
+    except BallonetError:
+        raise
+    except Exception as error:  # any error: the model's own code runs without values
+        raise ConfigError(
+            f"{name}: the widths of its keys and values are known with the first token only, as its code asks for "
+            f"values: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    known = {index: width for index in elastic if (width := widths[index]) is not None}
+    if len(known) < len(elastic):
+        raise ConfigError(f"{name}: its keys and values have other dimensions than sequences, heads, tokens, elements")
+    return known
+
+
+@lru_cache(maxsize=64)
+def _all_widths(described: Described) -> tuple[Widths | None, ...]:
+    """Returns the widths of each layer of its cache. Raises any error of the model's code."""
+    (cache,) = run_without_values(described.model_class, described.config)
+    return tuple(widths_of(cache))
 
 
 @dataclass(frozen=True, slots=True)

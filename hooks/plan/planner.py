@@ -1,4 +1,4 @@
-"""Plans runs: the question, the models' needs, the answer, and changes that would help, as plain values.
+"""Plans runs: the question, the models' needs, the answer, and changes that would help, as plain values and for people.
 
 Note [Worst moments]
     The time to the first token is that of the whole prompt, computed at once as `generate()` does it; the time per
@@ -8,13 +8,14 @@ Note [Worst moments]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from os import PathLike, fspath
 from typing import Any, Final, SupportsIndex
 
-from ...allocator import device_choice
+from ...allocator import device_choice, install
 from ...allocator.config import Config, parse_size, parse_time
 from ...allocator.errors import ConfigError
 from ...allocator.units import format_size, format_time
@@ -22,9 +23,8 @@ from ...offload.policy.planner.answer import Forecast, PlanAnswer, PlanChange, Q
 from ...offload.policy.planner.memory import PlanBudget
 from ..device import governors
 from ..measure.report import interval_of
-from .hardware import Device, Speed, device_of, host_pages, speed_of
-from .moments import Sizing
-from .shape import ModelShape, shape_of
+from .forward import ModelShape, shape_of
+from .needs import Device, Sizing, Speed, device_of, host_pages, speed_of
 
 Facts = dict[str, Any]
 _UNITS: Final = {
@@ -34,6 +34,13 @@ _UNITS: Final = {
     "batch": "sequences",
     "weights": "bits",
     "slo": "seconds",
+}
+_LIMITS = {
+    "memory": "memory: it does not fit, even if all layers stream",
+    "host": "host memory: what leaves the device has no room there",
+    "link": "the link: tokens wait for copies from host memory",
+    "compute": "compute: nothing is waited for",
+    None: "not known, as nobody knows what an iteration takes",
 }
 
 
@@ -249,3 +256,109 @@ def _check_positions(shape: ModelShape, context: int) -> None:
             f"a context of {context} tokens is beyond the {shape.positions} positions that {shape.name} was made for: "
             f"give at most {shape.positions}, or a configuration whose rope_parameters and positions are longer"
         )
+
+
+def show(facts: Facts) -> None:
+    """Prints the result of `planner.plan`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    budget, least = (format_size(facts[name]) for name in ("budget", "least_budget"))
+    asked = f"{facts['batch']} x {facts['context']:,} tokens in {budget} on {facts['hardware']['name']}"
+    console.print(f"{', '.join(fact['model'] for fact in facts['models'])}: {asked}", markup=False)
+    if facts["fits"]:
+        console.print(f"[green]It fits.[/] The least budget that does is {least}.")
+    else:
+        console.print(
+            f"[red]It does not fit.[/] The least budget that does is {least} ({facts['least_budget']} bytes)."
+        )
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in _rows(facts):
+        table.add_row(*row)
+    console.print(table)
+    if facts["changes"]:
+        console.print()
+        console.print(_changes(facts["changes"]))
+
+
+def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    page, several = facts["page_size"], len(facts["models"]) > 1
+    for fact in facts["models"]:
+        name = f"{fact['model']}: " if several else ""
+        pages, host = fact["pages"], fact["host_pages"]
+        yield f"{name}weights", f"{_size(pages['weights'], page)}{_streams(fact)}{_beside(host['weights'], page)}"
+        yield f"{name}KV", f"{_size(pages['kv'], page)}{_beside(host['kv'], page)}"
+        yield f"{name}activations", f"{_size(pages['activations'], page)}, at most"
+        if several and fact["tpot_seconds"] is not None:
+            yield f"{name}per token", format_time(fact["tpot_seconds"])
+    if facts["fits"] and not facts["exact"]:
+        yield (
+            "",
+            "about: what leaves hangs on what kernels allocate inside of themselves, or on times that nobody measured",
+        )
+    yield "first token", _time(facts["ttft_seconds"])
+    yield "per token", _time(facts["tpot_seconds"]) + _slo(facts)
+    yield "limit", _LIMITS[facts["limit"]] + _of_host(facts)
+    link = facts["hardware"]["link"]
+    yield "times", facts["hardware"]["source"] + ("" if link is None else f", link {link / 1e9:.3g} GB/s")
+
+
+def _size(pages: int, page: int) -> str:
+    return f"{pages:,} pages ({format_size(pages * page)})"
+
+
+def _beside(pages: int, page: int) -> str:
+    return f", {format_size(pages * page)} on the host" if pages else ""
+
+
+def _streams(facts: Facts) -> str:
+    if not facts["layers_streamed"]:
+        return f", all {facts['layers']} layers resident" if facts["layers_streamed"] == 0 else ""
+    at = "" if facts["interval"] is None else f" (interval {facts['interval']})"
+    return f", {facts['layers_streamed']} of {facts['layers']} layers stream{at}"
+
+
+def _time(seconds: float | None) -> str:
+    return "not known" if seconds is None else format_time(seconds)
+
+
+def _of_host(facts: Facts) -> str:
+    return f", which has {format_size(facts['host_budget'])}" if facts["limit"] == "host" else ""
+
+
+def _slo(facts: Facts) -> str:
+    if facts["slo"] is None:
+        return ""
+    kept = {True: "kept", False: "not kept", None: "not known whether it is kept"}[facts["slo_met"]]
+    return f", SLO {format_time(facts['slo'])} {kept}"
+
+
+def _changes(changes: list[Facts]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("what would help", no_wrap=True)
+    for column in ("first token", "per token", "layers that stream", "limit"):
+        table.add_column(column, justify="right")
+    for change in changes:
+        streams = f"{change['layers_streamed']}"
+        table.add_row(
+            change["text"], _time(change["ttft_seconds"]), _time(change["tpot_seconds"]), streams, change["limit"] or ""
+        )
+    return table
+
+
+def helpful_changes(config: Any, *, batch: int, context: int, budget: int, page_size: int) -> Sequence[str]:
+    """Returns the nearest changes with which `batch` sequences of `context` tokens, of a model with this configuration,
+    fit into so many bytes of device pages; none where they fit by the plan, or no plan can be made. Raises nothing, as
+    it runs while another error is worded."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="ballonet-") as folder, install.stock():
+            config.save_pretrained(folder)
+            facts = plan(folder, context=context, prompt=context, batch=batch, budget=budget, page_size=page_size)
+    except Exception:  # any error: unknown configurations, and transformers' own code for them
+        return ()
+    return [] if facts["fits"] else [change["text"] for change in facts["changes"] if change["fits"]]

@@ -1,11 +1,11 @@
 """Simulates recorded requests with this library's scheduler, cache and real pages, on a virtual clock that a cost model
-advances.
+advances; the policies that are compared; and the costs of a model's steps, as measured on this machine.
 
 Note [What is real]
     Requests go through transformers' own loop, and ballonet's scheduler, admission, preemption, cache and governor.
     Weights, KV and activations have pages of the stand-in driver, which are taken, moved to the host and restored as
     usual. But no layer computes: a step takes the seconds of `Parts` for its new tokens and those that it reads
-    (step_costs.py), and those of charges.py for its copies, and each answer has as many tokens as were recorded. One
+    (step_costs.py), and those of machine.py for its copies, and each answer has as many tokens as were recorded. One
     step is computed at a time; models take turns.
 
 Note [Exactly again]
@@ -24,29 +24,148 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ...allocator import devices, install
 from ...allocator.errors import ManageError
 from ...allocator.units import format_size
-from ...offload.policy.step_costs import NOTHING, RequestSLO
-from ...offload.policy.tuning import DEFAULT
+from ...offload.policy.step_costs import NOTHING, Parts, RequestSLO
+from ...offload.policy.tuning import DEFAULT, Tuning
+from ..batching import seams
 from ..device import governors
 from ..manage import managed
+from ..options import ManageOptions
 from ..profile import Grid
-from ..server.load import summary
-from .charges import Charges
-from .loops import Decision, VirtualLoop
-from .machine import Machine, MachineSizes, Tenant, checked
-from .policies import ElasticPolicy, StockPolicy, named
-from .virtual_model import Clock, VirtualModel
+from ..server.load import RecordedArrival, summary
+from .machine import Charges, Clock, Decision, Machine, MachineSizes, Tenant, VirtualLoop, VirtualModel, checked
 
 SLOs = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StockPolicy:
+    """transformers' own cache and scheduler. `shared`: each model has an even part of the budget; else one model at a
+    time is on the device, and has all of it."""
+
+    what: str
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticPolicy:
+    """ballonet. `changes`: tuning values that differ from the defaults, by part."""
+
+    what: str
+    batches: Literal["full", "fast"] = "fast"
+    interval: Literal["auto"] | None = "auto"
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def options(self) -> ManageOptions:
+        """The options that models are managed with."""
+        return ManageOptions(batches=self.batches, interval=self.interval)
+
+    def tuning(self, machine: Machine) -> Tuning:
+        """Returns the tuning. Values in bytes of a model's tensors are scaled like them. `exposed` is 0: on the
+        simulated machine copies hide behind compute."""
+        weights = replace(DEFAULT.weights, large=DEFAULT.weights.large // machine.scale)
+        small = replace(DEFAULT, weights=weights, serving=replace(DEFAULT.serving, exposed=0.0))
+        changed = {part: replace(getattr(small, part), **values) for part, values in self.changes.items()}
+        return replace(small, **changed)
+
+
+Policy = StockPolicy | ElasticPolicy
+POLICIES: Final[Mapping[str, Policy]] = {
+    "stock": StockPolicy("transformers' own cache and scheduler, of one model", shared=True),
+    "split": StockPolicy("the same, and each model has an even part of the budget", shared=True),
+    "swap": StockPolicy(
+        "the same, with one model at a time on the device, whose weights are copied when it changes", False
+    ),
+    "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
+    "fast": ElasticPolicy("ballonet"),
+    "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
+    "uncapped": ElasticPolicy("models stream more than hides", changes={"weights": {"capped": False}}),
+    "one-slot": ElasticPolicy("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),
+    "two-slots": ElasticPolicy("streamed layers share two slots: alpha + 2", changes={"weights": {"slots": (2,)}}),
+    "no-reversion": ElasticPolicy("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
+    "weights-fixed": ElasticPolicy("weights give no pages", interval=None),
+    "no-inflation": ElasticPolicy(
+        "nor do activations, and KV none to them", interval=None, changes={"serving": {"inflation": False}}
+    ),
+    "no-buffer": ElasticPolicy("no KV of prompts goes to the host", changes={"serving": {"most": 0.0}}),
+    "fixed-buffer": ElasticPolicy(
+        "the buffer on the host stays as large as it is (no Algorithm 2)",
+        changes={"serving": {"violations": DEFAULT.serving.window + 1}},
+    ),
+}
+
+
+def named(name: str, models: int) -> Policy:
+    """Returns the policy of that name, for so many models. ManageError where there is none."""
+    if name not in POLICIES:
+        raise ManageError(f"no policy {name!r}: there are {', '.join(POLICIES)}")
+    if name == "stock" and models > 1:
+        raise ManageError(f"stock serves one model, and there are {models}: give split or swap")
+    return POLICIES[name]
+
+
+def default(models: int) -> tuple[str, ...]:
+    """Returns the names of the policies that are compared by default."""
+    return ("stock", "full", "fast") if models == 1 else ("split", "swap", "fast")
+
+
+def measure_steps(
+    name: str,
+    arrivals: Sequence[RecordedArrival],
+    budget: int,
+    host_budget: int,
+    page_size: int,
+    batching: dict[str, Any],
+) -> tuple[Parts, float]:
+    """Loads a model, answers a few requests like `arrivals` in batches as large as memory allows, and returns (costs of
+    steps, median relative error). ManageError where too few steps ran; OSError, torch.OutOfMemoryError."""
+    from transformers import AutoModelForCausalLM
+
+    tuning = DEFAULT.serving
+    install.install(budget, page_size=page_size, host_budget=host_budget)
+    try:
+        ordinal, kind = devices.require().ordinal, devices.require().kind
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        model = model.to(f"cuda:{ordinal}" if kind == "cuda" else "cpu").eval()
+        handle = managed(model, ManageOptions(batches="full"))
+        try:
+            draw = random.Random(0)
+            highest = model.config.get_text_config().vocab_size
+            settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+            with model.continuous_batching_context_manager(
+                generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**batching)
+            ) as manager:
+                asked = arrivals[: tuning.sample]
+                for arrival in asked:
+                    prompt = [draw.randrange(highest) for _ in range(min(arrival.prompt, tuning.prompt))]
+                    manager.add_request(prompt, max_new_tokens=draw.randint(2, tuning.answer))
+                done = 0
+                while done < len(asked) and manager.is_running():
+                    done += manager.get_result(timeout=1) is not None
+            batched = seams.batched(model)
+            parts, error = (None, None) if batched is None else (batched.costs.parts, batched.costs.error)
+        finally:
+            handle.release()
+    finally:
+        install.restore()
+    if parts is None or error is None:
+        raise ManageError(f"{name}: too few steps ran to say what they take: give more requests, or --costs FILE")
+    return parts, error
 
 
 def run(
@@ -61,7 +180,7 @@ def run(
 ) -> dict[str, Any]:
     """Returns the figures of `load`, and `policy`; `steps`; `kv_bytes`: at most (0 for stock, whose cache is fixed);
     `stalled`, `moved`: seconds in which steps waited for reads from the host, and for moves; `swaps`; with several
-    tenants the figures of each in `models`; `scale`. `policy`: see policies.py; `batching`: arguments of
+    tenants the figures of each in `models`; `scale`. `policy`: one of `POLICIES`; `batching`: arguments of
     ContinuousBatchingConfig; `slos`: TTFT and TPOT in seconds, for the goodput, and as SLOs of each request if `ask`;
     `note`: called with the number of requests that have ended; `log`: gets each step. ManageError, ConfigError,
     torch.OutOfMemoryError."""

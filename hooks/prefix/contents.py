@@ -19,7 +19,7 @@ from ...allocator._native import Device
 from ...allocator.interrupts import if_free
 from ...offload.governor.client import ModelClient
 from ...offload.governor.governor import Governor
-from ..device import pressure
+from ..device import governors
 from .identity import Identity
 from .index import PrefixIndex
 from .sequence import CachedSequence, Counts, TokenRun
@@ -133,7 +133,7 @@ class ModelContents(Contents):
         super().__init__(name, device, governor)
         self._model = model
         self.limit = limit
-        pressure.add(device, self)
+        governors.add_giver(device, self)
 
     # -- what requests leave
 
@@ -215,7 +215,7 @@ class ModelContents(Contents):
         return gone > 0
 
     def give_up(self, pages: int) -> int:
-        """Gives back about so many pages of its device, and returns how many, see pressure.py. Does nothing while
+        """Gives back about so many pages of its device, and returns how many, see governors.py. Does nothing while
         another thread changes the contents. Takes no lock of a paged cache, as the caller may hold another one's."""
         before = self.device_pages
 

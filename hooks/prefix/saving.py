@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ from ...offload.governor.governor import Governor
 from ...offload.policy.prefixes import Reading, reading
 from ...offload.record.record import Record
 from ...offload.residency.prefix_files import Array, PrefixFiles, Saved
-from ..device.marks import relaxed
-from ..device.streams import torch_device
+from ..device.streams import relaxed, torch_device
 from .identity import Identity, fingerprint
 from .sequence import Counts, Gone, Pair, StoredTokens, TokenRun, TokenSource
 
@@ -55,9 +54,23 @@ _DTYPES: Final = {
 }
 _FAILURES: Final = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError)
 
-Look = Callable[[], Identity]
-# (ids, now, start, end)
-Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[StoredTokens | None]]
+
+class SavedStore(Protocol):
+    """A store whose tokens are written to files. `counts`: of its use."""
+
+    counts: Counts
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+
+    def identity(self) -> Identity:
+        """Returns the identity on which its tokens depend now."""
+
+    def read(
+        self, ids: Sequence[int], now: Identity, start: int, end: int
+    ) -> AbstractContextManager[StoredTokens | None]:
+        """Opens the tokens [start, end) of a sequence."""
 
 
 class SavedRun(TokenSource):
@@ -98,25 +111,18 @@ class Saver:
         device: Device,
         directory: str | os.PathLike[str],
         limit: int | None,
-        read: Read,
-        look: Look,
-        block: int,
+        store: SavedStore,
         governor: Governor,
-        counts: Counts,
         record: Callable[[], Record | None],
     ) -> None:
-        """`read`: reads tokens of the store. `look`: returns the identity that they depend on now. `block`: tokens of a
-        block. `governor`: of the device. `record`: returns the measured times of the model's iterations."""
+        """`governor`: of the device. `record`: returns the measured times of the model's iterations."""
         self._model = weakref.ref(model)
         self._device = device
         self._directory = directory
         self._limit = limit
-        self._read = read
-        self._look = look
-        self._block = block
+        self._read, self._look, self._block, self._counts = store.read, store.identity, store.block, store.counts
         self._governor = governor
         self._tuning = governor.tuning.prefixes
-        self._counts = counts
         self._record = record
         self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # (bytes, seconds) of reads
         self._computed = 0  # requests since a read was tried last

@@ -28,10 +28,9 @@ import torch
 from ...allocator.errors import BallonetError
 from ...offload.governor.kv_tier import KVTier
 from ..forward.lease import ForwardLease, GroupLease
-from ..kv.grouping import CacheRanges
-from ..kv.kinds import elastic_counterpart
+from ..kv.cache import elastic_counterpart
 from ..kv.layer import ElasticLayer
-from ..kv.range import KVRange
+from ..kv.ranges import CacheRanges, KVRange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -272,7 +271,7 @@ class CachedSequence(TokenSource):
         return None if device is None or device.type != "cuda" else torch.cuda.current_stream(device)
 
     def part(self, layer: int, start: int, end: int) -> Pair:
-        """Keys and values of a layer, for kernels to read: see prefill.py, Note [One place at a time]. Gone."""
+        """Keys and values of a layer, for kernels to read: see ranges.py, Note [One place at a time]. Gone."""
         try:
             keys, values = self.layers[layer].part(start, end)
         except BallonetError as error:

@@ -50,8 +50,8 @@ from ..compat import (
 )
 from ..forward.hook_base import Hook, remove_all
 from ..kv import generation
-from ..kv.grouping import CacheRanges
 from ..kv.layer import ElasticLayer
+from ..kv.ranges import CacheRanges
 from .contents import Lookup
 from .identity import Identity
 from .sequence import CachedSequence, taken_out

@@ -44,7 +44,7 @@ from ...offload.residency.kv_extent import KVExtent
 from ..compat import DynamicCache, HybridSlidingLayer, LinearAttentionLayer, SlidingLayer, cache_name
 from ..device.streams import stream_of, torch_device
 from ..forward.lease import GroupLease
-from ..kv.hybrid import ElasticHybridLayer
+from ..kv.cache import ElasticHybridLayer
 from ..kv.layer import ElasticLayer
 
 STATES: Final = (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer)  # layers that keep a state

@@ -19,7 +19,7 @@ from ..loading import from_pretrained
 from ..manage import manage
 from ..managed import pace_of
 from ..profile import Grid, load_or_measure
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 
 Facts = dict[str, Any]
 

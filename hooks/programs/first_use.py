@@ -1,4 +1,5 @@
-"""Manages every `PreTrainedModel` of a program at its first forward or `generate()`.
+"""Manages every `PreTrainedModel` of a program at its first forward or `generate()`, also of a notebook by `%load_ext
+ballonet`.
 
 Note [First use]
     The entries are patched on the classes of transformers, not hooked on modules: a global forward hook of torch
@@ -29,25 +30,38 @@ import weakref
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
 from ...allocator import devices
-from ...allocator.errors import AlreadyManaged, BallonetError, PoolExhausted
+from ...allocator.config import Config
+from ...allocator.devices import set_budget
+from ...allocator.errors import AlreadyManaged, BallonetError, InstallError, PoolExhausted
+from ...allocator.install import install, restore
 from ...allocator.interrupts import guarded
 from ...allocator.patches import Patches
+from ...allocator.units import format_size
 from ...offload.policy.tuning import DEFAULT
 from ..manage import managed
 from ..managed import Managed, managed_as
 from ..options import ManageOptions
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 _ENTRIES: Final = {  # module of transformers → class and method through which a model is used
     "transformers.modeling_utils": ("PreTrainedModel", "__call__"),
     "transformers.generation.utils": ("GenerationMixin", "generate"),
     "transformers.generation.continuous_batching.continuous_api": ("ContinuousMixin", "init_continuous_batching"),
 }
+_LEAVES: Final = (
+    "ballonet leaves {0} as it is, which runs as it would without ballonet; it is tried again when the budget or the "
+    "free memory has grown: {1}"
+)
+_watching: FirstUse | None = None
+_installed = False  # was it installed by loading, and not by the notebook itself?
 
 
 class FirstUse:
@@ -188,12 +202,6 @@ def _room() -> tuple[int, int]:
     return device.budget, device.budget // device.page_size - used + now["heap"]["cached"] // device.page_size
 
 
-_LEAVES: Final = (
-    "ballonet leaves {0} as it is, which runs as it would without ballonet; it is tried again when the budget or the "
-    "free memory has grown: {1}"
-)
-
-
 class _Taking:
     """A model that a thread is managing. `done` is set at the end, however it ends."""
 
@@ -234,3 +242,49 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]
         return spec
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Installs ballonet unless it is installed, and manages models at their first use from now on. Idempotent."""
+    global _watching, _installed
+    if _watching is not None:
+        print("ballonet: loaded already")
+        return
+    before, _installed = devices.current(), _installed or devices.current() is None
+    install()
+    _watching = FirstUse()
+    runtime = devices.of()
+    device = runtime.device
+    if _installed and runtime is before and (asked := Config.from_env().budget) is not None:
+        set_budget(asked)  # the pool was kept open, under the budget of the time before
+    place = f"GPU {device.ordinal}" if device.kind == "cuda" else "the CPU (host stand-in)"
+    print(
+        f"ballonet: {format_size(device.budget)} on {place} in pages of {format_size(device.page_size)}; models are "
+        "managed at their first forward or generate(). ballonet.stats() shows who owns what"
+    )
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Releases the models, and gives torch its own allocator back if loading had replaced it and torch can return to
+    it."""
+    global _watching, _installed
+    if _watching is None:
+        return
+    _watching.close()
+    for handle in _watching.managed:
+        handle.release()
+    _watching = None
+    if _installed:
+        try:
+            restore()
+        except InstallError as error:
+            print(f"ballonet: unloaded; models are as they were. The pool stays: {error}")
+            return
+        _installed = devices.current() is not None  # memory of the pool is still in use, so it closes later
+    if _installed:
+        print(
+            "ballonet: unloaded; models are as they were. Tensors that lie in the pool keep it open: drop them, and "
+            "ballonet.restore() closes it; until then a new budget needs ballonet.set_budget()"
+        )
+    else:
+        print("ballonet: unloaded; models and the allocator are as they were")

@@ -26,10 +26,10 @@ from ...allocator.units import format_size
 from ...offload.policy.geometry import longest
 from ...offload.policy.plan import Fewest
 from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
-from ..kv.grouping import CacheSizes, geometry_for
-from ..kv.kinds import CachePlan, LayerPlan, plan
+from ..kv.cache import CachePlan, LayerPlan, plan
+from ..kv.ranges import CacheSizes, geometry_for
 from ..pieces.outlook import foreseen
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 
 Facts = dict[str, Any]
 Widths = tuple[int, int, int]  # heads, elements of a key, elements of a value

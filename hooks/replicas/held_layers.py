@@ -61,12 +61,10 @@ from ..device import governors
 from ..device.references import THIS, Interpreter, perhaps_referenced
 from ..managed import Managed, between_forwards, managed_as, residency_of, weights_of
 from ..streaming.arrangement import Arrangement
-from ..weights.backings import is_away
 from ..weights.files import compared, possible_places
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers, held, like_over, spans
 from ..weights.moving import flat_over
-from ..weights.ranges import Weights
-from ..weights.storages import held, like_over, spans
+from ..weights.ranges import Weights, is_away
 
 # Replicas compare sums: these have to be the same on all of them
 _PRIMES: Final = (251, 257)

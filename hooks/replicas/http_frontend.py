@@ -16,10 +16,9 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ...allocator.errors import ManageError, SLOError
-from ..server import length
+from ..server import tenants
 from ..server.loading import Models, parts_of
-from ..server.names import check_ended
-from ..server.tenants import asked_seed, asked_slo
+from ..server.tenants import asked_seed, asked_slo, check_ended
 from .microbatch_plan import Request, Sampling
 
 _SLO = SLOError.__name__  # begin of a replica's error message where an SLO cannot be kept
@@ -192,7 +191,7 @@ class FrontendLoop(CBGenerateManager):
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
         check_ended(request, self._cb.has)
-        length.fit(request, model, len(inputs["input_ids"]), options)
+        tenants.fit(request, model, len(inputs["input_ids"]), options)
         if self._supervisor.waiting >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
 

@@ -24,7 +24,7 @@ from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.restore_plan import Pull
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 from .channel import SupervisorChannel
 from .errors import Interrupted, LinkError
 from .held_layers import HeldLayers, Source

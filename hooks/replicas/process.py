@@ -38,8 +38,7 @@ from ..batching.memory import memory_of
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
-from ..server.loading import loaded
-from ..server.page_size import suitable
+from ..server.loading import loaded, suitable
 from ..splice.splice import Splice
 from .channel import SupervisorChannel, ToSupervisor
 from .errors import SupervisorLost

@@ -1,5 +1,6 @@
-"""The HTTP side of a server: transformers' own application with `/metrics`, refusals with numbers, keys, and a shutdown
-that finishes running requests."""
+"""The HTTP side of a server: transformers' own application with `/metrics`, refusals with numbers, of bodies that its
+handlers cannot use, too, keys, and a shutdown that finishes running requests.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ from fastapi.responses import JSONResponse, Response
 from jinja2 import TemplateError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import GenerationConfig
+from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import GenerationState
+from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError
 from ..device import governors
 from ..watch import registry
-from . import body, length
-from .handlers import ChatCompletions, Completions, Responses
+from . import body, tenants
 from .load import SLOS
 from .loading import Models
 from .tenants import asked_seed, asked_slo
@@ -41,6 +43,45 @@ CLOSED = {  # paths of transformers' server that load other models, or forget th
     "/reset": "this server serves the models that it was started with",
     "/v1/audio/transcriptions": "this server serves text: no model of speech can be batched continuously",
 }
+
+
+class _Told(BaseHandler):
+    """A handler that refuses invalid settings."""
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
+        """Reads the settings of a body. HTTPException where they are invalid."""
+        try:
+            settings: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise HTTPException(400, f"the settings of the request cannot be used: {error}") from None
+        new = settings.max_new_tokens
+        if new is not None and (not isinstance(new, int) or new < 1):
+            raise HTTPException(400, f"max_new_tokens is {new!r}: give a whole number from 1 on")
+        return settings
+
+
+class _Templated(_Told):
+    """A handler that makes a prompt of messages by the model's chat template."""
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        """Finds the model. HTTPException where it has no chat template."""
+        name, model, processor = super()._resolve_model(body)
+        if getattr(processor, "chat_template", None) is None:
+            shown = name.removesuffix("@main")
+            raise HTTPException(400, f"{shown} has no chat template, which messages need: ask /v1/completions")
+        return name, model, processor
+
+
+class Completions(_Told, completion.CompletionHandler):
+    """Handles `/v1/completions`."""
+
+
+class ChatCompletions(_Templated, chat_completion.ChatCompletionHandler):
+    """Handles `/v1/chat/completions`."""
+
+
+class Responses(_Templated, response.ResponseHandler):
+    """Handles `/v1/responses`."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +200,7 @@ class Application:
             except HTTPException as error:
                 return refusal(error.status_code, str(error.detail))
             asked_seed.set(content.get("seed"))
-            length.is_open.set(body.is_open(content))
+            tenants.is_open.set(body.is_open(content))
         try:
             given = [request.headers.get(name) for name in SLOS]
             ttft, tpot = (parse_time(text, name) if text else None for text, name in zip(given, SLOS, strict=True))

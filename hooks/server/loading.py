@@ -1,18 +1,28 @@
-"""Loads the models of a server, by transformers' own ModelManager."""
+"""Loads the models of a server, by transformers' own ModelManager, and chooses the page size for them from their
+configurations (offload/policy/layout.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from fastapi import HTTPException
+from transformers import AutoConfig
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...allocator._native import Device
+from ...allocator.config import Config
+from ...allocator.device_choice import GRANULARITY, choose, page_size
 from ...allocator.errors import BallonetError, ManageError, PoolExhausted
+from ...allocator.units import format_size
+from ...offload.policy.layout import Rounding, fitting
+from ...offload.policy.tuning import DEFAULT
 from ..compat import keeps_requests_apart
+from ..weights.model_parts import bytes_of_weights
 
 
 class Models(ModelManager):
@@ -76,3 +86,28 @@ def loaded(name: str, device: Device, say: Callable[[str], object]) -> Any:
     """Loads one model, and reports that to `say`."""
     say(f"loading {name}")
     return load(models_on(device, [name]), name)
+
+
+def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) -> Rounding | None:
+    """Returns the page size for models with these names or folders; None where one cannot be built without values."""
+    usual, tuning = page_size(Config(), kind), DEFAULT.serving
+    try:
+        sizes = [bytes_of_weights(AutoConfig.from_pretrained(name)) for name in names]
+    except Exception:  # any error: loading the model will report it
+        return None
+    ranges = [nbytes for layers, rest in sizes for nbytes in (*layers, rest)]
+    return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], tuning.smallest_page))
+
+
+def suitable(names: Sequence[str], budget: int | str | None, say: Callable[[str], object]) -> int | None:
+    """Returns the page size that suits these models in a budget that is given, where nobody chose one; None: the usual
+    one. `say`: prints a line about what is lost. ConfigError."""
+    settings = Config.from_env().merge(budget=budget)
+    if settings.budget is None or settings.page_size is not None:
+        return None
+    found = chosen(names, settings.budget, choose(settings, torch.cuda.is_available()).kind)
+    if found is None:
+        return None
+    lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"
+    say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
+    return found.page

@@ -1,4 +1,5 @@
-"""A server of several models on one pool: transformers' own application, with additions.
+"""A server of several models on one pool: transformers' own application, with additions, also to the metrics of its
+process (hooks/watch/registry.py): its requests, by model.
 
 transformers   the endpoints, chat templates, streams of tokens, loading of models
 ballonet       one loop per model (tenants.py), `/metrics`, refusals with numbers, keys, a shutdown that finishes
@@ -7,9 +8,10 @@ ballonet       one loop per model (tenants.py), `/metrics`, refusals with number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from transformers import ContinuousBatchingConfig
 
 from ...allocator._native import Device
@@ -18,10 +20,34 @@ from ..manage import managed
 from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
+from ..watch.registry import Addition
 from .application import Address, Application
 from .loading import load, models_on
-from .metrics import RequestCollector
 from .tenants import Tenants
+
+
+class RequestCollector(Addition):
+    """Collects the requests of all loops at each scrape, until `close()`."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        super().__init__()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client."""
+        requests = GaugeMetricFamily("ballonet_requests", "Requests, by model and state.", labels=["model", "state"])
+        steps = CounterMetricFamily("ballonet_batches", "Batches computed, by model.", labels=["model"])
+        buffers = GaugeMetricFamily(
+            "ballonet_host_buffer_bytes", "Host memory that KV of prompts may have, by model.", labels=["model"]
+        )
+        for name, loop in tuple(self._tenants.loops.items()):
+            model = name.removesuffix("@main")  # as everywhere else in the registry
+            running, waiting = loop.queued
+            requests.add_metric([model, "running"], running)
+            requests.add_metric([model, "waiting"], waiting)
+            steps.add_metric([model], loop.steps)
+            buffers.add_metric([model], loop.buffer)
+        yield from (requests, buffers, steps)
 
 
 class Server:

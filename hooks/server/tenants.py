@@ -1,12 +1,25 @@
-"""The generation loops of a server's models: one of continuous batching each, all at the same time.
+"""The generation loops of a server's models: one of continuous batching each, all at the same time, and which requests
+they refuse.
 
 transformers' server keeps one loop, and stops it when a request for another model comes. ballonet's loops share the
 pages of the device by the governor's ladder, so that none needs to stop.
+
+Note [Longer than the model]
+    transformers goes on beyond the longest sequence of a model's configuration: rotary positions can be computed for
+    any token, but answers get worse and worse. A server refuses instead, as the client may have meant another model.
+    `generate_batch` stays as stock, except for models with a table of positions, where a step that reads behind the
+    table's end would fail every request (`Batched.positions`).
+
+Note [One name, two requests]
+    Clients choose the name of a request as `x-request-id`, by which answers are sent to them. Of two requests with one
+    name the later would get the answers of both, and the earlier none. It happens: a proxy repeats a request with the
+    same name.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,18 +28,37 @@ from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
-from ...allocator.errors import DriverError, PoolExhausted, RequestTooLarge, SLOError
+from ...allocator.errors import DriverError, PoolExhausted, RequestTooLarge, SequenceTooLong, SLOError
 from ...offload.policy.step_costs import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
-from . import length
-from .names import check_ended
+from ..compat import longest_sequence
 
+# does the present request leave open how long its answer may be?
+is_open: ContextVar[bool] = ContextVar("is_open", default=False)
 # errors of load, not of the server: a request waited too long, or had no memory. Another time it may be answered
 _LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
-
 # the present request's SLOs: seconds to its first token, and of a decode step
 asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
 asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # the present request's seed
+
+
+def fit(request: str, model: Any, prompt: int, options: Any) -> None:
+    """Checks that `prompt` tokens and new ones fit into the model's longest sequence, if its configuration has one, and
+    ends an answer of open length there. `options`: the GenerationConfig. HTTPException."""
+    longest, new = longest_sequence(model.config), options.max_new_tokens or 0
+    if not longest or prompt + new <= longest:
+        return
+    if is_open.get() and prompt < longest:
+        options.max_new_tokens = longest - prompt
+        return
+    raise HTTPException(413, str(SequenceTooLong(request, prompt, new, longest)))
+
+
+def check_ended(name: str, runs: Callable[[str], bool]) -> None:
+    """Refuses a request with the name of another that has not ended, see Note [One name, two requests]. `runs(name)`:
+    does one of that name run? HTTPException 409."""
+    if runs(name):
+        raise HTTPException(409, f"a request with the x-request-id {name!r} has not ended: give another one")
 
 
 class Loop(CBGenerateManager):
@@ -143,7 +175,7 @@ class Loop(CBGenerateManager):
         check_ended(request, self._has)
         if self.queued[1] >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
-        length.fit(request, model, len(inputs["input_ids"]), options)
+        fit(request, model, len(inputs["input_ids"]), options)
         scheduler = self._scheduler
         if isinstance(scheduler, ElasticScheduler):
             refusal = scheduler.memory.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)

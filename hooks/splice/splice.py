@@ -27,9 +27,8 @@ from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
 from ..cache_argument import given_cache
 from ..compat import cache_name
-from ..forward.hook_base import remove_all
-from ..forward.local_layers import LocalLayers, local_layers_of
-from ..weights.layers import decoder_layers
+from ..forward.hook_base import LocalLayers, local_layers_of, remove_all
+from ..weights.model_parts import decoder_layers
 from .elsewhere import Lengths
 from .forms import (
     Call,

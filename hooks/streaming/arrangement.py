@@ -10,7 +10,7 @@ Note [Host copies of returned layers]
 Note [Dropped layers]
     A layer that another replica runs for this one is dropped. The governor counts no pages for it, so it is in no plan,
     and only `restore` makes it resident again. In fact it streams, through one slot that all dropped layers share,
-    behind those of the plan. While this process does not run it (hooks/forward/local_layers.py) it has no place in that
+    behind those of the plan. While this process does not run it (hooks/forward/hook_base.py) it has no place in that
     slot's order and nothing is copied. If this process has to run it, having lost its partner, it streams as any layer:
     slow, and right.
 """
@@ -29,10 +29,9 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError
 from ...offload.policy.plan import Plan, streaming
 from ...offload.residency.ring import StreamedLayer, spans
-from ..weights import capacity, moving
-from ..weights.layers import decoder_layers
+from ..weights import moving, ranges
+from ..weights.model_parts import decoder_layers, members
 from ..weights.ranges import Weights
-from ..weights.storages import members
 from .streamed import CAPTURED, Layer, Streaming
 
 
@@ -150,7 +149,7 @@ class Arrangement:
         layers = own.layers
         if not layers or not scarce or torch.is_grad_enabled():
             return layers
-        over = own.host_pages - capacity.host_pages_left(self._weights.device)
+        over = own.host_pages - ranges.host_pages_left(self._weights.device)
         pages = accumulate((self.pages[layer] for layer in layers), initial=0)
         return tuple(layer for layer, before in zip(layers, pages, strict=False) if before < over)
 

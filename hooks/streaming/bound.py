@@ -54,7 +54,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
 from ..forward.hook_base import CALL, CallKeywords, opaquely
-from ..weights.storages import like_over
+from ..weights.model_parts import like_over
 
 _KINDS: Final = ("_parameters", "_buffers")
 _address, _size, _stride = methodcaller("data_ptr"), methodcaller("size"), methodcaller("stride")

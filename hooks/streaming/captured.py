@@ -23,7 +23,7 @@ from ...offload.governor.governor import Governor
 from ..device import governors, graphs
 from ..forward.hook_base import Hook
 from ..measure.pace import Pace
-from ..weights.layers import decoder_layers
+from ..weights.model_parts import decoder_layers
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .streamed import CAPTURED

@@ -29,10 +29,10 @@ from ...offload.policy.coordinator import Refusal
 from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
 from ..device import governors, graphs
-from ..device.pressure import Giver
+from ..device.governors import Giver
 from ..device.references import label
-from ..forward.local_layers import local_layers_of
-from ..forward.turns import Turns
+from ..forward.hook_base import local_layers_of
+from ..forward.lease import Turns
 from ..measure.pace import Pace
 from ..measure.report import Report
 from ..measure.timings import Timings

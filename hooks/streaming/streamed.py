@@ -2,7 +2,7 @@
 
 Note [Streaming]
     A layer that streams is on the host, and its parameters show it there (offload/residency/ring.py). A forward without
-    gradients that has the slots (turns.py) copies each layer to a slot before it runs, and the layer's own call reads
+    gradients that has the slots (lease.py) copies each layer to a slot before it runs, and the layer's own call reads
     the copy (bound.py). Any other forward, and any other code, reads the host: right, and slower.
     Copies begin before their layers run. A layer that is written to meanwhile, as far as torch counts writes, is copied
     again; a write through `weight.data` that another part of the model makes in the same forward is not counted.
@@ -34,9 +34,8 @@ from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.ring import LayerPart, Ring
 from ..device.references import THIS, Interpreter
-from ..forward.hook_base import CALL, CallKeywords
-from ..forward.local_layers import LocalLayers
-from ..forward.turns import Turn, Turns
+from ..forward.hook_base import CALL, CallKeywords, LocalLayers
+from ..forward.lease import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
 

@@ -16,8 +16,7 @@ from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import Note
 from ...offload.policy.replicas.dispatch import Members
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..server.arrivals import RecordedArrival
-from ..server.load import Answered
+from ..server.load import Answered, RecordedArrival
 from .event_queue import EventQueue
 from .fleet import VirtualFleet
 from .jobs import Job

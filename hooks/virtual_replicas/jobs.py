@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..server.arrivals import RecordedArrival
-from ..server.load import Answered
+from ..server.load import Answered, RecordedArrival
 
 
 @dataclass(eq=False, slots=True)

@@ -9,8 +9,7 @@ from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import Note
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..server.arrivals import RecordedArrival
-from ..server.load import summary
+from ..server.load import RecordedArrival, summary
 from .drop_policy import DropPolicy
 from .fault_player import play_faults
 from .faults import PlayedFault

@@ -19,8 +19,7 @@ from ...allocator.config import Config
 from ...allocator.errors import ConfigError
 from ..batching.pages import RESERVED
 from ..options import ManageOptions, given
-from .cache import EngineCache, Reserving
-from .gate import BlockGate
+from .cache import BlockGate, EngineCache, Reserving
 
 logger = init_logger("vllm.ballonet")
 OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes", "shared_budget")
@@ -196,7 +195,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Does nothing: nothing comes from outside."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Changes:
-        """Returns the blocks to open and close before this step: see gate.py, Note [Only what has pages]."""
+        """Returns the blocks to open and close before this step: see cache.py, Note [Only what has pages]."""
         plan, gate = self._plan, self._plan.gate
         assert gate is not None
         need = plan.need

@@ -1,9 +1,9 @@
-"""The processes of this user that run ballonet: the last two looks at each."""
+"""The processes of this user that run ballonet, the last two looks at each, and figures that are worked out of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from ...allocator.errors import (
 )
 from ...allocator.looks import look
 from ...offload.policy.tuning import DEFAULT, Watching
+
+Look = Mapping[str, Any]  # of one device (allocator/looks.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,11 @@ class WatchedProcesses:
         return control.look(pid, since, self._folders, self._tuning.patience, number)
 
 
+def whose(pid: int, device: int | None) -> str:
+    """Names a process, and the number of its device where it has several, in words."""
+    return f"process {pid}" if device is None else f"device {device} of process {pid}"
+
+
 def program_of(pid: int, read: Callable[[Path], bytes] = Path.read_bytes) -> str:
     """Names the program of a process: its script, or `-m` and its module with the first argument. Other arguments are
     not shown, as some are secret."""
@@ -144,3 +151,34 @@ def program_of(pid: int, read: Callable[[Path], bytes] = Path.read_bytes) -> str
         if not word.startswith("-") and words[place - 1] not in ("-W", "-X"):
             return Path(word).name
     return Path(words[0]).name
+
+
+def copy_rates(before: Look | None, after: Look) -> dict[str, float]:
+    """Returns bytes per second between the looks, by direction; empty where no time is between them, or a counter fell,
+    as the device was started anew."""
+    if before is None or after["when"] <= before["when"]:
+        return {}
+    seconds = (after["when"] - before["when"]) / 1e9
+    grown = {way: nbytes - before["copied"].get(way, 0) for way, nbytes in after["copied"].items()}
+    return {way: nbytes / seconds for way, nbytes in grown.items()} if min(grown.values(), default=0) >= 0 else {}
+
+
+def plain_look(look: Look, before: Look | None) -> dict[str, Any]:
+    """Returns a look for scripts, with its `rates` in bytes per second and without the cursor."""
+    return {key: value for key, value in look.items() if key != "cursor"} | {"rates": copy_rates(before, look)}
+
+
+def kv_tiers(look: Look) -> dict[str, int]:
+    """Returns bytes on the `device`, the `peer` and the `host`, in whole pages, and on `disk`: all files in the folders
+    of its models, of other processes too. A shared folder counts once."""
+    page = look["page_size"]
+    peer = (look["peer_pages"] - look["peer_free"]) * page
+    away = look.get("kv", {}).get("displaced", 0) * page
+    stores = [model["prefixes"] for model in look.get("models", ())]
+    folders = dict(store["files"] for store in stores if store is not None and store["files"] is not None)
+    return {
+        "device": look["pages"]["kv"] * page,
+        "peer": peer,
+        "host": max(0, away - peer),
+        "disk": sum(folders.values()),
+    }

@@ -1,5 +1,5 @@
 """The one registry of this process for Prometheus: what a look says (allocator/looks.py), and what others add to it: a
-server (hooks/server/metrics.py), a supervisor of replicas (hooks/replicas/replica_server.py). Each scrape is one look;
+server (hooks/server/server.py), a supervisor of replicas (hooks/replicas/replica_server.py). Each scrape is one look;
 nothing is counted beside the work."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,9 +15,8 @@ from prometheus_client.registry import Collector
 
 from ...allocator.errors import NotInstalled
 from ...allocator.looks import look
-from .tiers import kv_tiers
+from .processes import Look, kv_tiers
 
-Look = Mapping[str, Any]
 PLACES: Final = ("device", "peer", "host", "disk")  # where tokens of prompts are found
 
 

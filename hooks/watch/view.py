@@ -1,23 +1,160 @@
-"""The screen of `top` and `watch()`: a list of processes and devices if there are several, and one of them in full."""
+"""What is shown of processes, in a terminal, on plain lines and in a notebook by `ballonet.watch()`: facts as rows of
+text, and the screen, a list of processes and devices if there are several, and one of them in full.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib import import_module
 from io import StringIO
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ...allocator.units import format_size
+from ...allocator.errors import BallonetError
+from ...allocator.units import format_size, format_time
 from ...offload.policy.tuning import DEFAULT, Watching
 from ...offload.timeline.file import COLOURS
-from .processes import SeenProcess
-from .wording import bar, device_of, sections_of, title_of
+from .processes import Look, SeenProcess, WatchedProcesses, copy_rates, kv_tiers, whose
 
 NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
+
+
+class Row(NamedTuple):
+    """A row of text. `part`: how full its bar is, of 1; None for no bar. `kind`: of the bar, for its colour."""
+
+    name: str
+    text: str
+    part: float | None = None
+    kind: str = ""
+
+
+class Section(NamedTuple):
+    """Rows under a title."""
+
+    title: str
+    rows: list[Row]
+
+
+def title_of(seen: SeenProcess) -> str:
+    """Names the process, its device and its budget."""
+    parts = [f"process {seen.pid}", seen.program, device_of(seen), f"budget {format_size(seen.now['budget'])}"]
+    return " · ".join(filter(None, parts))
+
+
+def device_of(seen: SeenProcess) -> str:
+    """Names the device, with its number where the process has several."""
+    device = seen.now["device"]
+    if device["kind"] == "cuda":
+        return f"GPU {device['ordinal']}"
+    return f"CPU (host stand-in {seen.number})" if seen.one_of_several else "CPU (host stand-in)"
+
+
+def sections_of(seen: SeenProcess) -> list[Section]:
+    """Returns all sections of a process."""
+    now = seen.now
+    return [
+        Section("pages", list(_owners(now))),
+        Section("copies", list(_copies(seen.before, now))),
+        Section("KV", list(_kv(now))),
+        Section("models", [Row(model["name"], _model(model, now["page_size"])) for model in now.get("models", ())]),
+        Section("decisions", [Row(*decision(event, now)) for event in reversed(seen.decisions)]),
+    ]
+
+
+def decision(event: Mapping[str, Any], now: Look) -> tuple[str, str]:
+    """Words an event as (when, what and why)."""
+    age = format_age((now["when"] - event["when"]) / 1e9)
+    what = f"{event['pages']:,} pages ({format_size(event['pages'] * now['page_size'])})"
+    owner = f" of {event['what']}" if event["what"] else ""
+    asked = f", for {event['by']}" if event["by"] else ""
+    took = "" if event["measured"] is None else f", took {format_time(event['measured'])}"
+    expected = "" if event["predicted"] is None else f", expected {format_time(event['predicted'])}"
+    return f"{age} ago", f"{event['lever']}, {event['verb']}: {what}{owner}{asked}{took}{expected}"
+
+
+def format_age(seconds: float) -> str:
+    """Formats seconds in whole units: "3 s", "5 min", "2 h"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def bar(part: float, columns: int) -> str:
+    """Draws a bar for a part of 1 on so many columns; any part above 0 has one block at least."""
+    full = min(columns, round(part * columns))
+    full = 1 if part > 0 and not full else full
+    return "█" * full + "░" * (columns - full)
+
+
+def _owners(now: Look) -> Iterator[Row]:
+    page, budget = now["page_size"], now["budget"]
+    pages = {**now["pages"], "not made": max(0, budget // page - now["created"])}
+    for owner in ("weights", "kv", "activations", "retiring", "free", "not made"):
+        count = pages[owner]
+        yield Row(owner, f"{format_size(count * page)}, {count:,} pages", count * page / max(1, budget), owner)
+    if (share := now.get("shared")) is not None:
+        text = f"{format_size(share['part'])} of {format_size(share['total'])}, with other processes"
+        yield Row("shared", text, share["part"] / max(1, share["total"]), "free")
+    host, most = (now["host_pages"] - now["host_free"]) * page, now["host_budget"]
+    if host:
+        spilled = f", {format_size(now['spilled'] * page)} of it spilled" if now["spilled"] else ""
+        yield Row("on the host", f"{format_size(host)} of {format_size(most)}{spilled}", host / max(1, most), "host")
+
+
+def _copies(before: Look | None, now: Look) -> Iterator[Row]:
+    rates = copy_rates(before, now)
+    for way, nbytes in now["copied"].items():
+        if nbytes:
+            yield Row(way, f"{format_size(round(rates.get(way, 0.0)))}/s, {format_size(nbytes)} so far")
+    if not any(now["copied"].values()):
+        yield Row("none", "")
+
+
+def _kv(now: Look) -> Iterator[Row]:
+    tiers = kv_tiers(now)
+    most = max(1, *tiers.values())
+    for tier, nbytes in tiers.items():
+        yield Row(tier, format_size(nbytes), nbytes / most, "kv")
+    for model in now.get("models", ()):
+        if (store := model["prefixes"]) is not None and store["counts"]["prompts"]:
+            part = f"{store['hit_rate']:.0%} of {store['counts']['prompts']:,} tokens of prompts"
+            yield Row("found again", f"{part} of {model['name']}")
+
+
+def _model(model: Mapping[str, Any], page: int) -> str:
+    streamed, count = model["streamed"], len(model["streamed"])
+    layers = f"{model['layers']} layers, none of them streams"
+    if count:
+        which = f"interval {model['interval']}" if model["interval"] else ", ".join(map(str, streamed))
+        layers = f"{model['layers']} layers, {count} of them stream ({which})"
+    seconds, slo = model["seconds"].get("decode"), model["slo"]["decode"]
+    token = "" if seconds is None else f"; a token {format_time(seconds)}"
+    asked = "" if slo is None else f", SLO {format_time(slo)}"
+    why = f"; {model['why']}" if model["why"] else ""
+    return f"{layers}; weights {format_size(model['pages'] * page)}{token}{asked}{why}"
+
+
+def lines_of(seen: SeenProcess) -> Iterator[str]:
+    """Yields the lines of one look: all that is shown except bars, and its new decisions."""
+    parts = [title_of(seen)]
+    if seen.trouble:
+        parts.append(seen.trouble)
+    for section in sections_of(seen):
+        if section.title != "decisions" and section.rows:
+            parts.append(f"{section.title}: " + "; ".join(f"{row.name} {row.text}".strip() for row in section.rows))
+    yield " | ".join(parts)
+    if not seen.trouble:
+        for event in seen.decisions if seen.before is None else seen.now["events"]:
+            yield " | ".join(
+                [whose(seen.pid, seen.number if seen.one_of_several else None), *decision(event, seen.now)]
+            )
 
 
 def screen(
@@ -79,3 +216,70 @@ def _list(seen: Sequence[SeenProcess], chosen: int, columns: int) -> Table:
             style="bold" if place == chosen else "",
         )
     return table
+
+
+class Watched:
+    """The result of `watch()`: a notebook shows it as `top` does, `print` as lines, each time by a new look. `stop()`
+    ends live updates. `live`: does it change by itself?"""
+
+    def __init__(self, processes: WatchedProcesses, period: float, widget: Any = None) -> None:
+        """`widget`: an ipywidgets.HTML to keep up to date, or None."""
+        self._processes = processes
+        self._period = period
+        self._widget = widget
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        if widget is not None:
+            widget.value = self._html()
+            self._thread = threading.Thread(target=self._run, name="ballonet-watch", daemon=True)
+            self._thread.start()
+
+    @property
+    def live(self) -> bool:
+        """Does it change by itself?"""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Stops live updates. Idempotent."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._period) and not self._processes.ended:
+            try:
+                self._processes.look()
+                self._widget.value = self._html()
+            except BallonetError as error:
+                self._widget.value = f"<p>{escape(str(error))}</p>"
+                return
+
+    def _html(self) -> str:
+        return as_html(Group(*map(process, self._processes.seen))) if self._processes.seen else f"<p>{NOBODY}</p>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Renders the widget, or a table of this moment, for a notebook."""
+        if self._widget is not None:
+            bundle: dict[str, Any] = self._widget._repr_mimebundle_()
+            return bundle
+        self._processes.look()
+        return {"text/html": self._html(), "text/plain": str(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(line for seen in self._processes.seen for line in lines_of(seen)) or NOBODY
+
+
+def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Watched:
+    """Shows pages by owner, copies per second, streamed layers, KV by tier and the last decisions, of this process and
+    all others of this user that run ballonet, or of one.
+
+    `pid`: of that one; `every`: seconds between looks. With ipywidgets it is live until `stop()`; without, a table of
+    the moment in which it is shown. NoSuchProcess, NotPermitted, NotReachable for a `pid` that cannot be looked at.
+    """
+    processes = WatchedProcesses(pid)
+    processes.look()
+    try:
+        widgets = import_module("ipywidgets")
+    except ModuleNotFoundError:
+        return Watched(processes, every)
+    return Watched(processes, every, widgets.HTML())

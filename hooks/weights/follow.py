@@ -1,4 +1,5 @@
-"""Follows a managed model through its changes: moves new tensors into ranges before they are used again.
+"""Follows a managed model through its changes: moves new tensors into ranges before they are used again; and refuses
+models whose weights another library moves, before anything is touched.
 
 Note [A model that changes]
     Nothing is intercepted. `half()`, `load_state_dict(assign=True)`, `resize_token_embeddings`, an adapter: torch puts
@@ -36,19 +37,47 @@ from ...allocator.errors import BallonetError, ManageError
 from ...allocator.patches import Seam, Undo
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
-from . import capacity
-from .backings import Files
-from .layers import decoder_layers, layer_lists
+from . import ranges
+from .model_parts import TensorMember, TensorSpan, decoder_layers, layer_lists, members, spans, survey
 from .moving import tenants_of
-from .other_movers import refuse_what_moves_weights
-from .ranges import Weights
-from .storages import TensorMember, TensorSpan, members, spans, survey
+from .ranges import Files, Weights
 
 _REPLACED = "it has been replaced more than {} times"
 _SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
 _CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
-
 _capturing = torch.cuda.is_current_stream_capturing
+
+
+def refuse_what_moves_weights(model: nn.Module) -> None:
+    """Raises ManageError where another library gives the weights of `model` other memory while it runs."""
+    for name, module in model.named_modules():
+        where = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+        if getattr(module, "_is_fsdp_managed_module", False):  # FSDP1 and fully_shard alike
+            raise ManageError(
+                f"{where} is sharded by FSDP, which gives its weights other memory in every forward: manage the model "
+                "instead of sharding it, or leave it to FSDP"
+            )
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ManageError(
+                f"{where} copies the model to {len(module.device_ids)} devices in every forward: manage the model "
+                "inside (its `module`) and call that, or use one process per device with DistributedDataParallel"
+            )
+        if any(map(_offloads, _accelerate_hooks(module))):
+            raise ManageError(
+                f"{where} is offloaded by accelerate (a device_map with 'cpu' or 'disk', cpu_offload, disk_offload), "
+                "which brings its weights in for each forward: load the model without offloading, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
+
+
+def _accelerate_hooks(module: nn.Module) -> Iterator[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    yield from getattr(hook, "hooks", () if hook is None else (hook,))  # a SequentialHook has several
+
+
+def _offloads(hook: Any) -> bool:
+    """Does the hook offload weights? AlignDevicesHook has an attribute for it; CpuOffload is known by its class."""
+    return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"
 
 
 Facts = frozenset[tuple[Any, ...]]
@@ -104,7 +133,7 @@ class WeightsFollower:
         surveyed = survey(_without(shared, all_members), device, from_host=files is not None)
         if surveyed.refused is not None:
             raise surveyed.refused
-        working = capacity.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
+        working = ranges.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
         plan = self._weights.adopt(surveyed.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)

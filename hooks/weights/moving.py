@@ -25,7 +25,7 @@ from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.backing import FileLoader
 from ...offload.residency.weights_file import FileSpan
 from ..device.streams import torch_device, torch_memory
-from .storages import TensorMember, TensorSpan, has_bytes, spans
+from .model_parts import TensorMember, TensorSpan, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
 

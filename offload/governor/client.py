@@ -4,7 +4,7 @@ when there is room.
 `Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the layers of a
 managed model, the governor decides which stream, as layers must be spread evenly over an iteration (candidates.py). A
 `PageClient` says itself what it offers, and in which order. There are two: a KV cache (kv_client.py), which also holds
-cached prefixes and kept recurrent states, and the pages of batched requests (hooks/batching/client.py).
+cached prefixes and kept recurrent states, and the pages of batched requests (hooks/batching/pages.py).
 
 Note [A new class of tensors]
     One file and one line. The file, in the folder of hooks/ that has the tensors, has a class that derives from

@@ -107,7 +107,7 @@ class WeightPlans:
     # Times that one tensor that a model replaces in its forward is moved in again. Chosen: what a model replaces in
     # each forward reaches it at once, what is converted or given adapters by hand does not.
     moves: int = 8
-    # Tokens of the short `generate()` that a model has to have room for beside its weights (hooks/weights/capacity.py).
+    # Tokens of the short `generate()` that a model has to have room for beside its weights (hooks/weights/ranges.py).
     # Chosen: a prompt and an answer of a line.
     short_use: int = 64
     # Pages for the allocator's small blocks in that. Chosen.
@@ -351,7 +351,7 @@ class Serving:
     # A request that is alone in a step that finds no memory is computed again so often where others could free some.
     # Each time it waits for a larger reserve, or `lonely` looks. Chosen: half a minute.
     tries: int = 3
-    look: float = 0.1  # s, that this loop waits (hooks/plan/loops.py)
+    look: float = 0.1  # s, that this loop waits (hooks/plan/machine.py)
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.
     idle: int = 64
@@ -582,7 +582,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/histogram.py)."""
+    """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/timings.py)."""
 
     # Seconds between two looks of `top` and `watch()`: less than a thousandth of the process's time, as a look takes
     # 0.4 ms of it. Measured: 2 shared cores, 32 layers of which 8 stream; tests/test_top.py holds the calls of a look.

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .hooks.managed import Managed
     from .hooks.memory_snapshot import snapshot
     from .hooks.plan.planner import plan
-    from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
+    from .hooks.programs.first_use import load_ipython_extension, unload_ipython_extension
     from .hooks.replicas.errors import (
         ChecksumError,
         Interrupted,
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         SupervisorLost,
     )
     from .hooks.session import Session
-    from .hooks.watch.notebook import watch
+    from .hooks.watch.view import watch
     from .offload.timeline.recorder import timeline
 
 __version__ = "0.2.0"
@@ -104,7 +104,7 @@ _HOMES = {
     "Stats": "allocator.stats",
     "from_pretrained": "hooks.loading",
     "install": "allocator.install",
-    "load_ipython_extension": "hooks.programs.notebook",
+    "load_ipython_extension": "hooks.programs.first_use",
     "manage": "hooks.manage",
     "plan": "hooks.plan.planner",
     "restore": "allocator.install",
@@ -112,8 +112,8 @@ _HOMES = {
     "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
-    "watch": "hooks.watch.notebook",
-    "unload_ipython_extension": "hooks.programs.notebook",
+    "watch": "hooks.watch.view",
+    "unload_ipython_extension": "hooks.programs.first_use",
 }
 _MODULES = ("metrics",)  # of the facade, imported when they are first used
 

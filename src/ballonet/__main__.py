@@ -10,19 +10,7 @@ import sys
 
 from . import __version__
 from .allocator.errors import BallonetError, ConfigError, PoolExhausted, TraceError
-from .cli import (
-    budget,
-    info,
-    load,
-    plan,
-    preflight,
-    profile,
-    replay,
-    run,
-    serve,
-    top,
-    whatif,
-)
+from .cli import measure, plan, processes, run, serve
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,8 +36,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ballonet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, serve, load, whatif, top, budget, replay, info, preflight, plan, profile):
-        command.add(commands)
+    for add in (
+        *(run.add_run, serve.add_serve, serve.add_load, plan.add_whatif, processes.add_top, processes.add_budget),
+        *(measure.add_replay, measure.add_info, measure.add_preflight, plan.add_plan, measure.add_profile),
+    ):
+        add(commands)
     return parser
 
 

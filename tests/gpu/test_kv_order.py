@@ -13,8 +13,8 @@ import torch
 
 from ballonet.allocator._native import Range
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.testing.movable import MovableKV
 
 from .hold import Hold, held_copies, meanwhile

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.kv import ranges as kv_range
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.residency import kv_slots

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.kv_pages import Choice, Way

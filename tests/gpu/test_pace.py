@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ballonet.hooks.device.marks import marks_of
+from ballonet.hooks.device.streams import marks_of
 from ballonet.hooks.measure.pace import Pace
 from ballonet.offload.governor.activity import Activity, Progress
 from ballonet.offload.record import link

@@ -20,22 +20,8 @@ from torch.backends import cuda
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.device import pressure
-from ballonet.hooks.pieces import (
-    attention,
-    batch,
-    calls,
-    cudnn,
-    graph_pool,
-    plans,
-    program,
-    recipe,
-    recorder,
-    resumed,
-    runner,
-    seams,
-    settings,
-)
+from ballonet.hooks.device import governors
+from ballonet.hooks.pieces import attention, batch, calls, graph_pool, plans, program, recipe, recorder, runner, seams
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .. import models
@@ -45,7 +31,7 @@ from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, ca
 from .scene import Place, scene
 from .stock import small_layers
 
-STEPS = attention, batch, calls, plans, program, recipe, recorder, resumed, runner, seams, settings
+STEPS = attention, batch, calls, plans, program, recipe, recorder, seams, runner, seams, plans
 
 
 def is_whole(place: Place) -> None:
@@ -251,7 +237,7 @@ def test_captures_on_a_square_wave_of_pressure_are_rarer_than_one_a_second(place
                     assert not apart(answer(model, given, **between(pass_time)), expected), f"wave {wave}"
                 if is_short:
                     assert managed._pages.scarce
-                    assert pressure.give_up(place.device, 1) or wave
+                    assert governors.give_up(place.device, 1) or wave
                 filler.close()
         assert captures(managed) < clock.now
         assert captures(managed) == (waves if period > 2 * DEFAULT.pages.forget else 1)
@@ -541,7 +527,7 @@ def test_manage_and_release_that_are_interrupted_leave_cudnn_s_attention_on(plac
     def act(_: Any) -> None:
         ballonet.manage(model).release()
 
-    for _ in at_each_line(nullcontext, act, cudnn):
+    for _ in at_each_line(nullcontext, act, calls):
         act(None)
         assert cuda.cudnn_sdp_enabled()
-        assert not cudnn._users.users
+        assert not calls._users.users

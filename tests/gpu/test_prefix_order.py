@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.prefix.sequence import CachedSequence, TokenRun, copy_in, reading
 
 from .hold import held

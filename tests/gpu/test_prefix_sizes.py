@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.policy.kv_pages import split
 from ballonet.offload.policy.lending import Unit, block_bytes, unit
 

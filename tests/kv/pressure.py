@@ -18,9 +18,9 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device import governors
 from ballonet.hooks.kv import pages as kv_pages
-from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.kv import ranges as kv_range
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.kv.range import KVRange
+from ballonet.hooks.kv.ranges import KVRange
 from ballonet.offload.governor import kv_client, kv_tier
 from ballonet.offload.governor.kv_tier import KVTier
 from ballonet.offload.policy.kv_pages import Choice, Way

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator._native import Device
 from ballonet.hooks.kv import layer as kv_layer
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency import kv_slots
 from ballonet.testing.movable import MovableKV

@@ -12,7 +12,7 @@ import torch
 
 from ballonet import testing
 from ballonet.allocator import devices, install
-from ballonet.hooks.kv.range import KVRange
+from ballonet.hooks.kv.ranges import KVRange
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency import kv_slots
 

@@ -12,8 +12,8 @@ import pytest
 
 from ballonet.allocator._native import Device
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy.kv_pages import Way
 from ballonet.offload.policy.tuning import DEFAULT

@@ -16,8 +16,8 @@ from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.prefix.sequence import CachedSequence, Gone
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.client import KEYS_PER_CLIENT as KEYS

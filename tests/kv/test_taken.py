@@ -13,8 +13,8 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator._native import Device
-from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 
 from ..test_kv import tokens
 from .pressure import Taker, kv_ranges, started

@@ -18,9 +18,9 @@ from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.hooks.kv import find_pages
-from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv import pages as find_pages
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.kv_pages import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT

@@ -20,7 +20,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import governors
-from ballonet.hooks.kv import shown
+from ballonet.hooks.kv import tensors
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
 
 from ..kv.pressure import around_appends, poison, press
@@ -341,7 +341,7 @@ class Life:
     def _break(self, talker: Talker) -> None:
         """A request is broken off in the middle, by an error or as by Ctrl-C."""
         error, count = self.draw.choice((ZeroDivisionError, KeyboardInterrupt)), iter(range(99))
-        at, write = self.draw.randrange(8), shown.ShownTokens.write
+        at, write = self.draw.randrange(8), tensors.ShownTokens.write
 
         def fails(tokens: Any, *args: Any) -> Any:
             if next(count) == at:
@@ -350,7 +350,7 @@ class Life:
 
         prompt = torch.tensor([self._prompt(talker)])[:, : CONTEXT - 8]
         with pytest.MonkeyPatch.context() as patch, suppress(error):
-            patch.setattr(shown.ShownTokens, "write", fails)
+            patch.setattr(tensors.ShownTokens, "write", fails)
             talker.model.generate(prompt, do_sample=False, max_new_tokens=4)
 
     _BETWEEN = (*_ANYTIME, "switch", "switch", "switch", "write", "anew", "flush", "break", "break")

@@ -20,7 +20,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
-from ballonet.hooks.kv.range import KVRange
+from ballonet.hooks.kv.ranges import KVRange
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.residency.kv_slots import KVSlots

@@ -15,7 +15,7 @@ import torch
 
 from ballonet.allocator import devices
 from ballonet.hooks.kv import layer as kv_layer
-from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.kv import ranges as kv_range
 from ballonet.hooks.prefix import contents, index, sequence, sessions, store
 
 from ..faulting import at_each_line

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
 from ballonet.hooks.virtual_replicas.fault_player import play_faults
 from ballonet.hooks.virtual_replicas.faults import PlayedFault

@@ -223,7 +223,7 @@ class Fleet:
             page = each["page_size"]
             assert device == sum(each["pages"].values()) * page <= each["budget"], (device, each)
             assert host == each["host_pages"] * page, (host, each)
-            # hooks/weights/backings.py: `_blank`, one of each model
+            # hooks/weights/ranges.py: `_blank`, one of each model
             assert beside_weights(each) in (0, 1), (beside_weights(each), each["models"])
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from random import Random
 
-from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
 from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy

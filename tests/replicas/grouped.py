@@ -14,7 +14,7 @@ import ballonet
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling, SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.splice.splice import Splice
-from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.model_parts import decoder_layers
 
 from .in_process import InProcess
 

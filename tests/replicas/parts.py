@@ -15,7 +15,7 @@ from torch import nn
 from ballonet.allocator import install
 from ballonet.hooks.splice.forms import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, SpliceStage
-from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
 from ..architectures import ARCHITECTURES, PAD

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import Killed, NewReplica, PlayedFault
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.actions import Action

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import (
     ClientLeft,
     DamagedKV,

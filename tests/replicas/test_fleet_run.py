@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
 from ballonet.hooks.virtual_replicas.event_queue import EventQueue
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.server.arrivals import read
+from ballonet.hooks.server.load import read
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.microbatches import Batch, ChunkSize, by_tokens, equal_cost, fig11
 from ballonet.offload.policy.replicas.pipeline_time import evenly, floor, pipeline_time

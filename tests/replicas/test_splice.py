@@ -17,7 +17,7 @@ from ballonet import SpliceError
 from ballonet.hooks.splice import proof
 from ballonet.hooks.splice.forms import Hidden, Logits, record
 from ballonet.hooks.splice.splice import Splice, SpliceStage
-from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
 from ..models import build, prompts

@@ -9,7 +9,7 @@ import torch
 
 from ballonet.allocator.errors import SpliceError
 from ballonet.hooks.splice.splice import Splice
-from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
 from .parts import NAMES, cuts, deeper, in_one, in_parts, steps

@@ -12,8 +12,7 @@ import pytest
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import TraceError
-from ballonet.hooks.server.arrivals import RecordedArrival, read
-from ballonet.hooks.server.load import Answered, prompt_of, quantile, replay, summary
+from ballonet.hooks.server.load import Answered, RecordedArrival, prompt_of, quantile, read, replay, summary
 
 FILES = {
     "azure": (

@@ -9,7 +9,7 @@ import pytest
 from fastapi import HTTPException
 from transformers import GenerationConfig, LlamaConfig
 
-from ballonet.hooks.server import length
+from ballonet.hooks.server import tenants
 from ballonet.hooks.server.body import BadBody, check, is_open, read
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -114,12 +114,12 @@ class Model:
 )
 def test_no_sequence_is_longer_than_the_model(prompt: int, body: dict[str, Any], new: int | None) -> None:
     """An answer whose length is left open ends there. `new`: tokens of the answer at most; None: refused."""
-    length.is_open.set(is_open(body))
+    tenants.is_open.set(is_open(body))
     options = GenerationConfig(max_new_tokens=body.get("max_tokens", 1024))
     if new is not None:
-        length.fit("one", Model(), prompt, options)
+        tenants.fit("one", Model(), prompt, options)
         assert options.max_new_tokens == new
         return
     with pytest.raises(HTTPException, match=f"one has {prompt} tokens .* longest sequence has 128: ") as refused:
-        length.fit("one", Model(), prompt, options)
+        tenants.fit("one", Model(), prompt, options)
     assert refused.value.status_code == 413

@@ -1,5 +1,5 @@
 """Prompts whose KV goes to the host: copied by the copy engine beside the computation, each byte once, and never read
-before it is there (hooks/batching/client.py)."""
+before it is there (hooks/batching/pages.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.hooks.batching.cache import ElasticPagedCache
-from ballonet.hooks.batching.client import HostWrites
+from ballonet.hooks.batching.pages import HostWrites
 
 from ..models import build
 from .batches import BLOCK, PAGE, answers, kv_to_the_host, looping, prompts, stock

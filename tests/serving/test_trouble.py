@@ -21,7 +21,7 @@ from ballonet.allocator.errors import DriverError
 from ballonet.hooks.batching.pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.hooks.batching.steps import PagePreemption
-from ballonet.hooks.measure.histogram import Latencies
+from ballonet.hooks.measure.timings import Latencies
 from ballonet.offload.timeline.recorder import Recorder, recorders_of
 
 from ..models import build

@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.device import governors
-from ballonet.hooks.weights.capacity import host_pages_left
+from ballonet.hooks.weights.ranges import host_pages_left
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 

@@ -14,7 +14,7 @@ from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
 from ballonet.hooks import managed
 from ballonet.hooks.device import governors
-from ballonet.hooks.device.marks import HostMarks
+from ballonet.hooks.device.streams import HostMarks
 from ballonet.offload.policy.plan import Fewest, Plan, fewest
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link

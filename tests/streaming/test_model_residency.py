@@ -16,7 +16,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks.weights import capacity
+from ballonet.hooks.weights import ranges
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.residency.weights_file import WeightsFile
 
@@ -100,7 +100,7 @@ def test_a_look_that_the_host_has_no_page_for_is_out_of_memory(loaded: Any, orig
     device = devices.require()
     taken = []
     with ballonet.manage(loaded):
-        while capacity.host_pages_left(device):
+        while ranges.host_pages_left(device):
             taken.append(device.reserve(PAGE, "kv", device.group()))
             taken[-1].map(0, 1)
             taken[-1].move(0, "host")

@@ -17,7 +17,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError, ManageError
-from ballonet.hooks.weights import capacity
+from ballonet.hooks.weights import ranges
 from ballonet.offload.policy.plan import spread
 
 from ..models import MODES, Output, ask, build, generate
@@ -211,7 +211,7 @@ def test_an_interval_by_number(model: Any, stock: Output) -> None:
 
 
 def test_too_little_host_memory_is_said_before_anything_moves(model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(capacity, "host_pages_left", lambda device: 3)
+    monkeypatch.setattr(ranges, "host_pages_left", lambda device: 3)
     before = Portrait(model)
     with pytest.raises(ManageError, match="host"):
         ballonet.manage(model, interval=1)

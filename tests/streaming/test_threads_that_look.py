@@ -14,7 +14,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.hooks import manage, managed
 from ballonet.hooks.device import governors
-from ballonet.hooks.forward.turns import Turn, Turns
+from ballonet.hooks.forward.lease import Turn, Turns
 from ballonet.hooks.streaming import captured
 from ballonet.offload.policy.plan import Plan, streaming
 

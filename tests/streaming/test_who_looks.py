@@ -21,7 +21,7 @@ from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.references import THIS, Interpreter
-from ballonet.hooks.forward import turns
+from ballonet.hooks.forward import lease
 from ballonet.hooks.forward.hook_base import CALL
 from ballonet.hooks.streaming import bound
 from ballonet.hooks.streaming import streamed as streaming
@@ -497,7 +497,7 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
 
 def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.Managed) -> None:
     expected = {name: bits(tensor) for name, tensor in tensors(model).items()}
-    parts = (ring, streaming, bound, turns)
+    parts = (ring, streaming, bound, lease)
 
     @torch.no_grad()
     def run(_: object) -> None:

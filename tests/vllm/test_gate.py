@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballonet.hooks.vllm.gate import BlockGate
+from ballonet.hooks.vllm.cache import BlockGate
 
 FIRST = 2  # blocks whose pages are always there
 BLOCKS = 24

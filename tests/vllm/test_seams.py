@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator.errors import UnsupportedVersion
-from ballonet.hooks.vllm import seams
+from ballonet.hooks import vllm as seams
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 ALLOCATE = "vllm.v1.worker.utils"

@@ -3,7 +3,7 @@ the run makes: pages in, pages out.
 
 Note [A run, foreseen]
     `manage()` moves the models in one after the other, each with as few layers streaming as the room beside it demands
-    (hooks/weights/capacity.py); where there is none, earlier models give layers, as they are idle. Then all run.
+    (hooks/weights/ranges.py); where there is none, earlier models give layers, as they are idle. Then all run.
     The prompt is followed stage by stage, from one layer's append of its tokens to the next one's, as what may be taken
     differs: KV of layers that have not run is not there yet. Of what is lacking the ladder takes in its order
     (reclaim_order.py, remap.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
@@ -257,7 +257,7 @@ class _Run:
             held = [min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True)]
             if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
                 for state, was in zip(self._models, before, strict=True):
-                    state.listed = was.movable  # a failed mapping of KV has all of it listed (hooks/kv/capacity.py)
+                    state.listed = was.movable  # a failed mapping of KV has all of it listed (hooks/kv/pages.py)
                 if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
                     return False
             self._tell(now, sum(kv) + sum(mapped))

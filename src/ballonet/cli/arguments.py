@@ -1,10 +1,13 @@
-"""What the commands' arguments may look like, and the arguments that several commands have."""
+"""What the commands' arguments may look like, the arguments that several commands have, and how a command says what it
+found: as one line of JSON, or as a table for people.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -98,3 +101,39 @@ def ratio(text: str) -> Fraction:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1000000")
+
+
+def tell(facts: Any, show: Callable[[Any], object], *, as_json: bool) -> None:
+    """Prints plain values: as one line of JSON, or with `show`."""
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        show(facts)
+
+
+def say(line: str) -> None:
+    """Tells people on stderr how far it is."""
+    print(f"ballonet: {line}", file=sys.stderr, flush=True)
+
+
+def noting(requests: int) -> Callable[[int], None]:
+    """Returns what shows on stderr, if that is a terminal, how many of so many requests have ended."""
+
+    def note(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {requests} requests", end="\n" if done == requests else "", file=sys.stderr)
+
+    return note
+
+
+def show_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints (what, value) as a table of two columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)

@@ -13,7 +13,7 @@ from ..hooks.options import OPTIONS, ManageOptions, Option
 from . import arguments
 
 
-def add(commands: Any) -> None:
+def add_run(commands: Any) -> None:
     """Describes the command."""
     text = "run a script or module, every model of it managed at its first use"
     parser = arguments.command(commands, "run", _run, text)

@@ -1,21 +1,26 @@
-"""`python -m ballonet serve`: transformers' OpenAI-compatible server, its models managed on one pool."""
+"""`serve`, transformers' OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
+replayed against a server, and how fast it answered.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
-from ..hooks.watch.ports import check_free
+from ..hooks.watch.endpoint import check_free
 from . import arguments, serve_replicas
-from .output import say
+from .arguments import noting, say
 from .run import add_options
 
 
-def add(commands: Any) -> None:
+def add_serve(commands: Any) -> None:
     """Describes the command."""
     text = "serve models to OpenAI's clients, many requests and several models at once on one pool"
     parser = arguments.command(commands, "serve", _serve, text)
@@ -93,7 +98,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
         from ..hooks.server.application import Address
-        from ..hooks.server.page_size import suitable
+        from ..hooks.server.loading import suitable
         from ..hooks.server.server import Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
@@ -120,3 +125,46 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}
     return Server(args.models, devices.require(), options, address, say, **batching).run
+
+
+def add_load(commands: Any) -> None:
+    """Describes the command."""
+    parser = arguments.command(commands, "load", _load, "replay recorded requests against a server, and time it")
+    parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, refused (those that
+        failed by HTTP 4xx), tokens, seconds, ttft_p50, ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput
+        (requests per second within the SLOs). Exits with 1 where all requests failed."""
+    parser.add_argument(
+        "trace", metavar="TRACE", type=Path, help="a file of requests: Azure's, Mooncake's, or of lengths"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    parser.add_argument("--model", required=True, help="the model that is asked")
+    parser.add_argument("--api-key", metavar="KEY", default="none", help="what the server wants to be sent")
+    arguments.add_requests(parser)
+    arguments.add_only_json(parser)
+    parser.add_argument("--ask", action="store_true", help="each request asks the server for the SLOs, too")
+
+
+def _load(args: argparse.Namespace) -> None:
+    from ..hooks.server.load import headers, read, replay, summary
+
+    try:
+        from openai import AsyncOpenAI
+    except ModuleNotFoundError as error:
+        raise ManageError("a load needs OpenAI's client: pip install 'ballonet[serve]'") from error
+    arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
+
+    settings = {"base_url": f"{args.url}/v1", "api_key": args.api_key, "max_retries": 0, "timeout": 600}
+    asked = headers(args.ttft_slo, args.tpot_slo) if args.ask else {}
+
+    async def run() -> tuple[dict[str, Any], str]:
+        async with AsyncOpenAI(**settings, default_headers=asked) as client:
+            answers = await replay(arrivals, client, args.model, float(args.lengths), noting(len(arrivals)))
+        failed = next((answer.error for answer in answers if answer.error), "")
+        return summary(answers, args.ttft_slo, args.tpot_slo), failed
+
+    result, failed = asyncio.run(run())
+    print(json.dumps(result), flush=True)
+    if result["failed"] == result["requests"]:
+        raise ManageError(f"all requests failed, the first one as {failed}")
+    if failed:
+        print(f"ballonet: the first request that failed: {failed}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..allocator.errors import PoolExhausted
-from ..hooks.batching.client import SectorClient
+from ..hooks.batching.pages import SectorClient
 from ..hooks.device.streams import stream_of
 from ..hooks.kv.pages import KVPages
 from ..offload.residency.kv_extent import coldest

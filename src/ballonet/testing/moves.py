@@ -18,7 +18,7 @@ import torch
 from ..hooks.device import governors
 from ..hooks.forward.lease import current
 from ..hooks.managed import weights_of
-from ..hooks.weights.storages import in_graphs
+from ..hooks.weights.model_parts import in_graphs
 from .chaos import Chaos
 from .levers import levers
 from .movable import movable

@@ -20,7 +20,7 @@ import ballonet
 from ballonet.allocator import devices, install, interrupts
 from ballonet.hooks import managed as managing
 from ballonet.hooks.device import governors
-from ballonet.hooks.forward import gate, turns
+from ballonet.hooks.forward import gate, lease
 from ballonet.hooks.replicas import held_layers
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
@@ -119,7 +119,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 # -- Ctrl-C
 
 LINES = (held_layers, managing, model_residency, arrangement, ranges, ring, mover, backing)
-LOCKS = (interrupts, gate, governor, streamed, turns)
+LOCKS = (interrupts, gate, governor, streamed, lease)
 
 
 @pytest.fixture

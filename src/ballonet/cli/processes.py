@@ -1,0 +1,156 @@
+"""Commands about running processes: `top` shows all of this user that run ballonet, live, `budget` shows or changes the
+budget of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..allocator.config import parse_size
+from ..allocator.units import format_size
+from ..offload.policy.tuning import DEFAULT
+from . import arguments
+from .arguments import show_rows, tell
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..hooks.watch.processes import WatchedProcesses
+
+
+def add_budget(commands: Any) -> None:
+    """Describes the command."""
+    parser = arguments.command(commands, "budget", _budget, "show or change the budget of a running process")
+    parser.description = f"""{parser.description} In JSON: pid, budget and page_size in bytes, pages by owner,
+        host_pages, spilled. The process gives the pages back to the driver before it answers, or refuses and changes
+        nothing."""
+    parser.add_argument(
+        "pid", metavar="PID", nargs="?", type=arguments.whole(1, 2**31 - 1), help="of a process of yours"
+    )
+    parser.add_argument("size", metavar="SIZE", nargs="?", help="the new budget, such as 12GiB (default: only show)")
+    parser.add_argument(
+        "--shared",
+        metavar="SIZE",
+        nargs="?",
+        const="",
+        help="instead of a process: the budget that your processes share, or a new one (default: only show)",
+    )
+    parser.add_argument("--device", metavar="NAME", help="of the shared budget, where there are several: as shown")
+    parser.add_argument(
+        "--timeout", metavar="TIME", type=arguments.seconds, default=60.0, help="to get pages back (default: 60s)"
+    )
+    arguments.add_json(parser, piped=True)
+
+
+def _budget(args: argparse.Namespace) -> None:
+    from ..allocator.control import ask
+
+    if (args.pid is None) == (args.shared is None):
+        args.wrong("give the PID of a process, or --shared")
+    if args.shared is not None:
+        from ..hooks.device.shared_total import change_total
+
+        total = parse_size(args.shared, "the shared budget") if args.shared else None
+        tell(change_total(args.device, total, args.timeout), _show_shared, as_json=args.json)
+        return
+    size = None if args.size is None else parse_size(args.size)
+    tell(ask(args.pid, size, args.timeout), lambda facts: show_rows(_budget_rows(facts)), as_json=args.json)
+
+
+def _show_shared(facts: list[dict[str, Any]]) -> None:
+    for device in facts:
+        show_rows(_shared_rows(device))
+
+
+def _shared_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "device", facts["device"]
+    yield "shared", f"{format_size(facts['total'] or 0)}, {format_size(facts['free'])} of it free"
+    for part in facts["parts"]:
+        used = "it does not answer" if part["used"] is None else f"uses {format_size(part['used'])}"
+        yield f"process {part['pid']}", f"{format_size(part['part'])}, {used}, keeps {format_size(part['floor'])}"
+
+
+def _budget_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    page = facts["page_size"]
+
+    def pages(count: int) -> str:
+        return f"{count:,} pages ({format_size(count * page)})"
+
+    yield "process", f"{facts['pid']}"
+    yield "budget", f"{format_size(facts['budget'])} in pages of {format_size(page)}"
+    for owner, count in facts["pages"].items():
+        yield owner, pages(count)
+    yield "on the host", f"{pages(facts['host_pages'])}, {pages(facts['spilled'])} of them spilled"
+    if facts["peer"]:
+        yield f"on the {facts['peer']}", f"{pages(facts['peer_pages'])} of {format_size(facts['peer_budget'])}"
+
+
+def add_top(commands: Any) -> None:
+    """Describes the command."""
+    text = "watch all processes of yours that run ballonet, live"
+    parser = arguments.command(commands, "top", _top, text)
+    parser.description = f"""{parser.description} Who owns the pages, copies per second, layers that stream, KV by tier
+        and the last decisions. Keys: b changes the budget of a process, q quits. Where there is no terminal, a line of
+        text for each process and look."""
+    parser.add_argument("pid", metavar="PID", nargs="?", type=arguments.whole(1, 2**31 - 1), help="only this process")
+    parser.add_argument("--once", action="store_true", help="look once; with --every twice, for rates")
+    parser.add_argument(
+        "--every", metavar="TIME", type=arguments.seconds, help=f"between looks (default: {DEFAULT.watching.period:g}s)"
+    )
+    arguments.add_json(parser)
+
+
+def _top(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from ..hooks.watch import terminal
+    from ..hooks.watch.processes import WatchedProcesses
+
+    tuning = DEFAULT.watching
+    period = args.every or tuning.period
+    processes = WatchedProcesses(args.pid)
+    processes.look()
+    console = Console(highlight=False, markup=False)
+    try:
+        if args.once:
+            if args.every is not None:
+                time.sleep(period)
+                processes.look()
+            _show_look(processes, console, as_json=args.json)
+        elif not args.json and terminal.usable(console):
+            terminal.Top(processes, console, period, tuning).run()
+        else:
+            while not processes.ended:
+                _show_look(processes, console, as_json=args.json, plain=True)
+                time.sleep(period)
+                processes.look()
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # whoever read has had enough; nothing more is to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_look(processes: WatchedProcesses, console: Console, *, as_json: bool, plain: bool = False) -> None:
+    """Prints one look: as a line of JSON, as plain lines, or as a terminal shows it."""
+    from ..hooks.watch.processes import plain_look
+    from ..hooks.watch.view import NOBODY, lines_of, process
+
+    seen = processes.seen
+    if as_json:
+        looks = [
+            plain_look(shown.now, shown.before) | {"program": shown.program, "trouble": shown.trouble} for shown in seen
+        ]
+        print(json.dumps({"processes": looks}), flush=True)
+    elif plain or not console.is_terminal:
+        print("\n".join([line for shown in seen for line in lines_of(shown)] or [NOBODY]), flush=True)
+    else:
+        for watched in seen:
+            console.print(process(watched))
+        if not seen:
+            console.print(NOBODY)
