@@ -19,8 +19,8 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
 from .core import PAGE, Core, Gate, Other, calls, eventually, holds, opened, physical, refused, write
+from .entries import Layer, keys, layer
 from .pool import bytes_that_exist
-from .test_core_reclaim import Layer, keys, layer
 
 LONG = 60 * 10**9  # ns; nobody waits that long in a test that goes well
 
@@ -36,20 +36,6 @@ def lowered(core: Core, pages: int) -> bool:
 
 
 # -- At once ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_that_is_given_back_and_still_shown_is_none_that_leaves() -> None:
-    """An idle page of the heap leaves in its place."""
-    with opened(budget=8) as core:
-        home, other = core.range(1, mapped=1), core.range(1)
-        assert other.alias(0, home, 0, 1)
-        home.retire(0, 1)
-        core.device.reap(wait=True)
-        core.device.deallocate(core.device.allocate(PAGE))
-        assert physical() == 2 * PAGE
-        core.device.set_budget(PAGE)
-        assert physical() == PAGE
-        assert other.leads_to(0) == "alias"
 
 
 def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPoolExecutor) -> None:
@@ -107,20 +93,6 @@ def test_the_error_says_what_would_do_and_survives_a_pickle() -> None:
     assert (error.immovable, error.budget, error.smallest, error.required, error.waited) == (5, 3, 5, 5, 1.5)
     assert "1500 ms" in str(error)
     assert "ballonet.set_budget(5)" in str(BudgetInUse(5, 3, 0))
-
-
-def test_a_host_that_has_room_for_some_of_it_only() -> None:
-    with opened(budget=8, host_budget=3) as core:
-        layers = [layer(core, 2, value) for value in (1, 11)]
-        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
-        with pytest.raises(BudgetInUse) as caught:
-            core.device.set_budget(0, LONG)
-        assert (caught.value.immovable, keys(core)) == (2 * PAGE, [])
-        refused(lambda: core.range(8).map(0, 8))
-        assert keys(core) == []  # a request that all together could not meet takes none
-        core.device.set_budget(2 * PAGE)
-        assert (keys(core), physical()) == ([0], 2 * PAGE)
-        assert all(one.intact() for one in layers)
 
 
 # -- Waiting ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from ballonet.allocator.errors import BudgetInUse
 
 from .core import PAGE, Core, Other, opened, page_calls, refused
-from .test_core_reclaim import layer
+from .entries import layer
 
 
 def rows(core: Core) -> list[tuple[str, int, int]]:
@@ -109,6 +109,25 @@ def test_the_oldest_go_where_nobody_asks() -> None:
         events = rows(core)
         assert len(events) == 8192
         assert (events[0][1], events[-1][1]) == (12, 8192 + 11)
+
+
+def inflated(core: Core) -> list[int]:
+    """The pages that went from activations to caches, each time that there were any."""
+    return [pages for _, kind, pages, *_ in core.device.events() if kind == "inflate"]
+
+
+def test_what_activations_need_no_more_is_given_soon(core: Core) -> None:
+    """Twice as much each time, until some of it is needed again."""
+    core.device.deallocate(core.device.allocate(64 * PAGE))
+    cache = core.range(64)
+    for piece in range(31):
+        cache.map(piece, 1)
+    assert inflated(core) == [1, 2, 4, 8, 16]
+    cache.retire(0, 8)
+    core.device.deallocate(core.device.allocate(41 * PAGE))  # eight more than it had
+    cache.map(0, 1)
+    cache.map(1, 1)
+    assert inflated(core) == [1, 2]
 
 
 # -- the timeline

@@ -15,54 +15,9 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
-from . import core as cores
-from .core import PAGE, Core, Gate, behind, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, make, opened, physical, refused, write
+from .entries import Layer, fill, keys, layer
 from .faulting import arm, faults_at_every_call
-
-
-@dataclass
-class Layer:
-    """Weights in pages of their own, each page full of another byte, and a twin that has no pages at first."""
-
-    core: Core
-    group: _native.Group
-    range: _native.Range
-    twin: _native.Range
-    value: int
-
-    def entry(self, key: int, sources: list[_native.Source] | None = None) -> _native.Entry:
-        return key, self.group, [(self.range, 0, self.range.pieces, self.twin, 0, sources or [])]
-
-    def clean(self) -> Layer:
-        """Makes the twin of a range."""
-        self.twin.map_host(0, self.twin.pieces)
-        fill(self.twin, self.value)
-        return self
-
-    @property
-    def place(self) -> str | None:
-        (place,) = {behind(self.range.address + piece * PAGE)[0] for piece in range(self.range.pieces)}
-        return place
-
-    def intact(self) -> bool:
-        return all(holds(self.range.address + piece * PAGE, self.value + piece) for piece in range(self.range.pieces))
-
-
-def fill(one: _native.Range, value: int) -> None:
-    for piece in range(one.pieces):
-        write(one.address + piece * PAGE, value + piece)
-
-
-def layer(core: Core, pieces: int = 2, value: int = 1, group: _native.Group | None = None) -> Layer:
-    group = group or core.device.group()
-    pages, twin = core.range(pieces, "weights", group, mapped=pieces), core.range(pieces, "weights", group)
-    made = Layer(core, group, pages, twin, value)
-    fill(made.range, value)
-    return made
-
-
-def keys(core: Core) -> list[int]:
-    return [key for _, key, _ in core.device.taken()]
 
 
 @pytest.fixture
@@ -113,25 +68,9 @@ def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: t
         refused(lambda: core.range(1).map(0, 1))
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
-def test_a_page_that_moved_is_the_same_page_and_is_copied_apart_from_those_beside_it(moved: int) -> None:
-    with opened(budget=6) as core:
-        one = layer(core, 3)
-        core.device.publish([one.entry(1)])
-        assert one.range.move(moved, "device")
-        assert core.device.published == [1]
-        assert one.range.move(moved, "host")
-        assert core.device.published == [1]
-        core.device.publish([one.entry(1)])
-        core.range(6, mapped=6)
-        assert core.device.taken()[0][1:] == (1, 2), "the other was on the host"
-        assert one.intact()
-        assert one.place == "host"
-
-
 def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: tuple[mmap.mmap, bytes]) -> None:
     held, _ = memory
-    stranger = cores.make(PAGE, 2)
+    stranger = make(PAGE, 2)
     with opened(budget=6) as core:
         one, two = layer(core), layer(core)
         far = stranger.reserve(2 * PAGE, "weights", stranger.group())
@@ -302,11 +241,6 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
 # -- divisible entries
 
 
-def where(*layers: Layer) -> list[str]:
-    """Where each piece of each is: device or alias, by the first letter."""
-    return ["".join(layer.range.leads_to(piece)[0] for piece in range(layer.range.pieces)) for layer in layers]
-
-
 def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
     """One entry of all, with the key 7."""
     parts = [(layer.range, 0, layer.range.pieces, layer.twin, 0, []) for layer in layers]
@@ -316,36 +250,6 @@ def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
 def three(core: Core, pieces: int = 4) -> list[Layer]:
     group = core.device.group()
     return [layer(core, pieces, value, group) for value in (10, 20, 30)]
-
-
-def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_turns(core: Core) -> None:
-    layers = three(core)
-    divisible(core, *layers)
-    wanted = core.device.available + 4
-    core.range(wanted).map(0, wanted)
-    assert where(*layers) == ["aadd", "addd", "addd"]
-    assert [(key, pages) for _, key, pages in core.device.taken()] == [(7, 4)]
-    assert core.device.published == [7]
-    assert core.device.take([7], 3) == 3
-    assert where(*layers) == ["aaad", "aadd", "aadd"]
-    assert all(layer.intact() for layer in layers)
-    assert core.device.take([7]) == 5
-    assert core.device.published == []
-    assert all(layer.intact() for layer in layers)
-    core.device.check()
-
-
-def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core) -> None:
-    layers = three(core)
-    layers[2].clean()
-    numbers = core.device.snapshot()
-    room = numbers["host_budget"] // PAGE - numbers["host_pages"] + numbers["host_free"]
-    hog = core.range(room - 2)
-    hog.map_host(0, room - 2)
-    divisible(core, *layers)
-    assert core.device.take([7]) == 6
-    assert where(*layers) == ["addd", "addd", "aaaa"]
-    assert all(layer.intact() for layer in layers)
 
 
 def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:

@@ -14,11 +14,9 @@ import ballonet
 from ballonet.allocator import _native, devices, install
 from ballonet.allocator.errors import ConfigError, InstallError, PoolExhausted
 
-from .core import PAGE, Core, Gate, all_calls, behind, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, all_calls, behind, entry, holds, opened, physical, refused, write
 from .faulting import faults_at_every_call
 from .pool import bytes_that_exist, in_pool
-from .test_core_heap import entry
-from .test_core_reclaim import keys, layer
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +50,6 @@ def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
         core.device.deallocate(again)
         core.device.reap(wait=True)
         assert spilled(core) == 0
-
-
-def test_entries_give_their_pages_before_anything_is_spilled() -> None:
-    with opened(budget=4, host_budget=8, spill=True) as core:
-        one = layer(core)
-        core.range(2).map(0, 2)
-        core.device.publish([one.entry(1)])
-        block = core.device.allocate(2 * PAGE)
-        assert (keys(core), spilled(core), place(block, 2 * PAGE)) == ([1], 0, {"device"})
-        core.device.allocate(2 * PAGE)
-        assert (spilled(core), one.intact()) == (2, True)
 
 
 @pytest.mark.parametrize("size", [6, 30, 2**40 // PAGE])

@@ -22,11 +22,11 @@ from .core import (
     Core,
     Gate,
     current_context,
+    entry,
     eventually,
     opened,
 )
-from .test_core_heap import entry
-from .test_core_reclaim import Layer
+from .entries import Layer
 
 LOWER = "lower the budget"
 

@@ -35,11 +35,10 @@ ownership: every page has one owner, and their sum is what exists
   cpu streaming/test_levers.py::test_a_square_wave
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 KV slot reuse: of the mapped free slots the smallest that fits
-  cpu test_core_cached_ranges.py::test_the_cached_range_taken_is_the_smallest_that_fits
+  cpu test_core_stateful.py::test_anything_in_any_order
   cpu test_core_cached_ranges.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more figure:decode
 inflate: free pages of activations become KV, and nothing is copied
-  cpu test_core_ranges.py::test_mapping_finds_what_retires_and_what_the_heap_does_not_need
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
   gpu figure:context
 deflate: the reverse, only when activations ask
@@ -67,7 +66,7 @@ the ladder: one order, above every floor, and back without flapping
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
   cpu test_core_spill.py::test_it_goes_when_it_is_freed_and_device_pages_come_first_again
-  cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
+  cpu test_core_stateful.py::test_anything_in_any_order
   gpu gpu/test_balloon_core.py::test_what_is_spilled_computes_the_same figure:oom
 live budget: met with the driver, or refused with the number and nothing changed
   cpu test_core_stateful.py::test_anything_in_any_order
@@ -165,7 +164,7 @@ lend, take back: up is rounded up, down is rounded down, by what was in use at o
 tiers: a peer's pages first, then the host's, and all is restored
   cpu kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored
   cpu kv/test_peer.py::test_tokens_are_those_of_stock_while_pages_go_all_ways
-  cpu test_core_peer.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own
+  cpu test_core_places.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own
   gpu gpu/test_kv_stream.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored figure:prefix
 prefix reuse: what is stored is the same cache held by hand, to the bit
   cpu prefix/test_lives.py::test_whatever_happens_tokens_are_right prefix/test_sessions.py::test_a_session
