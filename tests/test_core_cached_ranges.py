@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
@@ -31,6 +32,16 @@ from .core import (
     write,
 )
 from .faulting import faults_at_every_call
+
+
+class Cached(NamedTuple):
+    address: int
+    pieces: int
+    mapped: int
+
+
+def closed(core: Core, *sizes: tuple[int, int]) -> list[Cached]:
+    return [Cached(address, *size) for address, size in zip(core.cached_ranges(*sizes), sizes, strict=True)]
 
 
 def request(core: Core, pages: int, group: _native.Group) -> None:
@@ -58,6 +69,42 @@ def test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more(co
     assert physical() == 32 * PAGE
 
 
+def best(cached: list[Cached], pieces: int, expected: int) -> Cached | None:
+    """The paper's rule over all of them; where none has so much mapped, the one with most."""
+    fitting = [range_ for range_ in cached if range_.pieces >= pieces and range_.mapped >= expected]
+    if fitting:
+        return min(reversed(fitting), key=lambda each: (each.mapped, each.pieces))
+    others = [range_ for range_ in cached if range_.pieces >= pieces]
+    return min(reversed(others), key=lambda other: (-other.mapped, other.pieces), default=None)
+
+
+def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:
+    random_of = random.Random(5)
+    with opened(budget=400) as core:
+        taken = 0
+        for _ in range(40):
+            sizes = [random_of.randint(1, 8) for _ in range(random_of.randint(0, 6))]
+            cached = closed(core, *((pieces, random_of.randint(1, pieces)) for pieces in sizes))
+            for _ in range(3):
+                pieces, expected = random_of.randint(1, 9), random_of.randint(0, 9 * PAGE)
+                some = core.device.reserve(pieces * PAGE, "kv", core.device.group(), expected=expected)
+                wanted = best(cached, pieces, -(-expected // PAGE))
+                if wanted is None:
+                    assert [some.leads_to(piece) for piece in range(pieces)] == ["none"] * pieces
+                else:
+                    assert some.address == wanted.address
+                    assert some.pieces == pieces
+                    cached.remove(wanted)
+                    taken += 1
+                some.close()
+                if wanted is not None:
+                    cached.append(wanted)  # closed again, and now the newest
+                core.device.check()
+            core.device.trim()
+            assert physical() == 0
+        assert taken > 40
+
+
 def test_what_is_still_in_use_is_not_cached(core: Core) -> None:
     """Work that was submitted may touch the old pages: another stream's writes would not be ordered after it."""
     stream = core.stream()
@@ -83,6 +130,19 @@ def test_the_last_pages_of_a_cached_range_go_first(core: Core) -> None:
     [address] = core.cached_ranges((4, 3))
     core.range(2, "weights", mapped=2)
     assert [one.place for one in maps(address, 3 * PAGE)] == ["device", None]
+
+
+def test_pages_that_a_range_keeps_go_once_no_new_ones_may_be_made_and_before_those_of_entries() -> None:
+    with opened(budget=8) as core:
+        some, other, group = core.range(6, keeps=True, mapped=4), core.range(6, "weights"), core.device.group()
+        some.retire(1, 3)
+        core.device.reap(wait=True)
+        twin, published = core.range(2), core.range(2, group=group, mapped=1)
+        core.device.publish([(1, group, [(published, 0, 1, twin, 0, [])])])
+        other.map(0, 3)
+        assert backings(some)[3] == "kept"
+        other.map(3, 1)
+        assert (backings(some)[3], published.leads_to(0)) == ("none", "device")
 
 
 def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:

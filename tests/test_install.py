@@ -180,7 +180,7 @@ def cycle():
 first, second = cycle(), cycle()
 stopped = attempts = 0
 for function in second:
-    for call in faulted(function, second[function] - first[function]):
+    for call in faulted(function, second[function] - first[function], 6):
         os.environ["BALLONET_FAULT"] = ""
         while devices.current() is not None:
             ballonet.restore()

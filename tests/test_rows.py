@@ -35,7 +35,7 @@ ownership: every page has one owner, and their sum is what exists
   cpu streaming/test_levers.py::test_a_square_wave
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 KV slot reuse: of the mapped free slots the smallest that fits
-  cpu test_core_stateful.py::test_anything_in_any_order
+  cpu test_core_cached_ranges.py::test_the_cached_range_taken_is_the_smallest_that_fits
   cpu test_core_cached_ranges.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more figure:decode
 inflate: free pages of activations become KV, and nothing is copied

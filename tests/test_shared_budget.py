@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.processes import WatchedProcesses
 from ballonet.offload.policy.tuning import DEFAULT, Sharing
 
+from .core import eventually
 from .models import build, prompts
 from .sharing import PAGE, SIZES, Process, Watcher
 
@@ -72,7 +72,7 @@ def test_who_needs_pages_has_those_of_who_is_idle(start: Start) -> None:
         assert second.do(f"get {8 * MIB}") == "out of memory", "what is in use stays"
         first.do("drop")
         assert second.do(f"get {10 * MIB}") == "get"
-        until(lambda: watcher.most[second.pid] >= 14 * MIB)
+        eventually(lambda: watcher.most[second.pid] >= 14 * MIB)
         second.do("drop")
         assert first.do(f"get {15 * MIB}") == "get"
     within(watcher)
@@ -131,7 +131,7 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
             share.reserve(8 * MIB)
             return share.part >= 8 * MIB
 
-        until(given)
+        eventually(given)
 
 
 def test_what_steps_lack_is_asked_for_and_may_come_as_long_as_others_use_it(start: Start) -> None:
@@ -141,16 +141,16 @@ def test_what_steps_lack_is_asked_for_and_may_come_as_long_as_others_use_it(star
         assert not share.may_grow
         before = share.part
         share.lacks(14 * MIB)
-        until(lambda: share._refused > 0)  # it was asked
+        eventually(lambda: share._refused > 0)  # it was asked
         assert share.may_grow, "of which the other is due some"
         assert share.facts()["wanted"] > share.part
         with share._moving:  # so that nothing is asked yet
             share.lacks(0)
             share.lacks(7 * MIB - share.part)
             assert share.may_grow
-        until(lambda: not share.may_grow)  # this process is due it, and the other cannot give
+        eventually(lambda: not share.may_grow)  # this process is due it, and the other cannot give
         process.do("drop")
-        until(lambda: share.part >= 7 * MIB)
+        eventually(lambda: share.part >= 7 * MIB)
         assert share.part > before
 
 
@@ -167,14 +167,6 @@ def test_a_ledger_that_stays_is_not_read_again(start: Start, monkeypatch: pytest
         share._keep_ahead()
         assert reads
         assert share.facts()["total"] == 12 * MIB
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for what must come."""
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -234,7 +226,7 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
         for peer in processes:
             before = dict(watcher.most)
             watcher.most = dict.fromkeys(before, 0)
-            until(partial(pages_follow, peer))
+            eventually(partial(pages_follow, peer))
         for peer in processes:
             peer.begin("say 64")
         assert [process.answer() for process in processes] == [stock] * 3
