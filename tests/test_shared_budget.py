@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import control, devices
 from ballonet.allocator.config import Config
-from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
+from ballonet.allocator.errors import BudgetInUse, ControlRefused, LedgerDamaged, SharedBudgetError
 from ballonet.allocator.shared_ledger import SharedLedger, ledgers
 from ballonet.hooks.device import shared, shared_part, shared_total
 from ballonet.hooks.watch import registry
@@ -28,7 +30,9 @@ from ballonet.offload.policy.tuning import DEFAULT, Sharing
 
 from .core import eventually
 from .models import build, prompts
+from .pool import take_out
 from .sharing import PAGE, SIZES, Process, Watcher
+from .tuned import Tuned
 
 MIB = 2**20
 FLOOR = 4 * PAGE
@@ -279,3 +283,54 @@ def test_figures_are_published(
         assert {part["pid"] for part in row["parts"]} > {process.pid}
         main(["top", str(process.pid), "--once"])
         assert "16MiB, with other processes" in capsys.readouterr().out
+
+
+# -- while a model of its own runs: what that needs before it can give is not refused
+
+
+@pytest.fixture
+def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared_part.Share]:
+    """The part of this process, which has all that there is."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tuned(weights={"large": 2**11})
+    ballonet.install(64 * MIB, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
+    shared.join(devices.of(), 16 * MIB, 0, 0, replace(DEFAULT.sharing, patience=300.0))
+    part = devices.of().shared
+    assert isinstance(part, shared_part.Share)
+    yield part
+    take_out()
+
+
+def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared_part.Share) -> None:
+    model = build("llama", num_hidden_layers=8, hidden_size=64, intermediate_size=512)
+    expected = model(**prompts(2, 16)).logits
+    refused, given = list[BudgetInUse](), list[torch.Tensor]()
+
+    def give() -> None:
+        try:
+            share.give(share.floor, 600.0)
+        except BudgetInUse as error:
+            refused.append(error)
+
+    def in_the_middle(*_: Any) -> None:
+        device = devices.require()
+        while device.available:
+            given.append(torch.empty(PAGE, dtype=torch.uint8))
+        giving = threading.Thread(target=give)
+        giving.start()
+        while device.budget == share.part:
+            pass
+        given.append(torch.empty(PAGE, dtype=torch.uint8))
+        giving.join()
+        assert device.budget == share.part
+        given.clear()
+
+    with ballonet.manage(model):
+        model(**prompts(2, 16))
+        layer = model.model.layers[4].self_attn
+        hook = layer.register_forward_hook(in_the_middle)
+        assert torch.equal(model(**prompts(2, 16)).logits, expected)
+        hook.remove()
+        assert refused
+        share.give(8 * MIB, 10.0)
+        assert share.part == 8 * MIB, "once it rests"
