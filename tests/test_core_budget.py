@@ -95,6 +95,20 @@ def test_the_error_says_what_would_do_and_survives_a_pickle() -> None:
     assert "ballonet.set_budget(5)" in str(BudgetInUse(5, 3, 0))
 
 
+def test_a_host_that_has_room_for_some_of_it_only() -> None:
+    with opened(budget=8, host_budget=3) as core:
+        layers = [layer(core, 2, value) for value in (1, 11)]
+        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
+        with pytest.raises(BudgetInUse) as caught:
+            core.device.set_budget(0, LONG)
+        assert (caught.value.immovable, keys(core)) == (2 * PAGE, [])
+        refused(lambda: core.range(8).map(0, 8))
+        assert keys(core) == []  # a request that all together could not meet takes none
+        core.device.set_budget(2 * PAGE)
+        assert (keys(core), physical()) == ([0], 2 * PAGE)
+        assert all(one.intact() for one in layers)
+
+
 # -- Waiting ----------------------------------------------------------------------------------------------------------
 
 

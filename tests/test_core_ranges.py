@@ -15,12 +15,14 @@ from .core import (
     PAGE,
     Core,
     Gate,
+    backings,
     behind,
     eventually,
     holds,
     maps,
     opened,
     page_calls,
+    physical,
     write,
 )
 from .faulting import arm
@@ -125,6 +127,24 @@ def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate:
     assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
     write(some.address, 3, 2 * PAGE)
     gate.open()
+
+
+def test_a_piece_goes_with_its_last_tensor_and_the_others_stay(core: Core) -> None:
+    some = core.range(4, "weights", auto_retire=True, mapped=4)
+    first, second = tensor(some, 0, 2), tensor(some, 1, 2)
+    assert some.backed == 4
+    del first
+    core.device.reap(wait=True)
+    assert backings(some) == ["none", "device", "device", "device"]
+    assert some.backed == 3
+    assert behind(some.address)[:2] == (None, "---p")
+    assert physical() == 4 * PAGE  # it is free
+    assert core.pages()["weights"] == 3
+    del second
+    assert (some.backed, some.leads_to(3)) == (1, "device")  # nobody ever looked at the last one
+    some.close()
+    core.device.reap(wait=True)
+    assert core.pages()["weights"] == 0
 
 
 def test_use_is_noted_of_what_is_backed_and_of_nothing_else(core: Core) -> None:

@@ -68,6 +68,22 @@ def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: t
         refused(lambda: core.range(1).map(0, 1))
 
 
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_page_that_moved_is_the_same_page_and_is_copied_apart_from_those_beside_it(moved: int) -> None:
+    with opened(budget=6) as core:
+        one = layer(core, 3)
+        core.device.publish([one.entry(1)])
+        assert one.range.move(moved, "device")
+        assert core.device.published == [1]
+        assert one.range.move(moved, "host")
+        assert core.device.published == [1]
+        core.device.publish([one.entry(1)])
+        core.range(6, mapped=6)
+        assert core.device.taken()[0][1:] == (1, 2), "the other was on the host"
+        assert one.intact()
+        assert one.place == "host"
+
+
 def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: tuple[mmap.mmap, bytes]) -> None:
     held, _ = memory
     stranger = make(PAGE, 2)
@@ -241,6 +257,11 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
 # -- divisible entries
 
 
+def where(*layers: Layer) -> list[str]:
+    """Where each piece of each is: device or alias, by the first letter."""
+    return ["".join(layer.range.leads_to(piece)[0] for piece in range(layer.range.pieces)) for layer in layers]
+
+
 def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
     """One entry of all, with the key 7."""
     parts = [(layer.range, 0, layer.range.pieces, layer.twin, 0, []) for layer in layers]
@@ -250,6 +271,19 @@ def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
 def three(core: Core, pieces: int = 4) -> list[Layer]:
     group = core.device.group()
     return [layer(core, pieces, value, group) for value in (10, 20, 30)]
+
+
+def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core) -> None:
+    layers = three(core)
+    layers[2].clean()
+    numbers = core.device.snapshot()
+    room = numbers["host_budget"] // PAGE - numbers["host_pages"] + numbers["host_free"]
+    hog = core.range(room - 2)
+    hog.map_host(0, room - 2)
+    divisible(core, *layers)
+    assert core.device.take([7]) == 6
+    assert where(*layers) == ["addd", "addd", "aaaa"]
+    assert all(layer.intact() for layer in layers)
 
 
 def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:

@@ -33,17 +33,6 @@ def test_the_worked_example() -> None:
     assert split(10, block, 100 * block, []) == Split(0, 10)
 
 
-def test_a_double_buffer_halves_what_the_device_holds_of_a_layer() -> None:
-    assert split(10, 4, 100 * 4, [10**6], slots=1) == Split(100, 0)
-    assert split(10, 4, 100 * 4, [10**6], slots=2) == Split(50, 0)
-    assert split(10, 4, 100 * 4, [9 * 40, 8 * 40], slots=2) == Split(17, 6)
-
-
-def test_the_regular_cache_is_never_less_than_nothing() -> None:
-    assert split(10, 4, 99 * 4, [100 * 40]) == Split(99, 0)
-    assert split(10, 4, 3, [100 * 40]) == Split(0, 0)
-
-
 SMALL = st.integers(1, 3)
 
 

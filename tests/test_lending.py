@@ -61,19 +61,6 @@ def test_up_is_rounded_up_and_down_is_rounded_down(blocks: int, needed: int, wor
 # -- the window
 
 
-def test_what_counts_is_what_is_in_use_at_once() -> None:
-    """Two requests of 30 blocks side by side need 60, where the paper's longest request says 30."""
-    window = Window(60)
-    window.use(0, 30)
-    window.use(1, 60)
-    window.use(2, 30)
-    window.use(3, 0)
-    assert window.most(3) == 60
-    assert window.most(62) == 60, "it was in use until 2"
-    assert window.most(62.5) == 30
-    assert window.most(64) == 0
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 12))
 def test_the_window_against_all_that_ever_was(steps: list[tuple[int, int, bool]], seconds: int) -> None:
     window, now = Window(seconds), 0

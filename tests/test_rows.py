@@ -136,8 +136,6 @@ reversion: pages that the cache leaves return to the weights
 # SwiftCache
 sizing: Eq. 1-5 in bytes, Eq. 5 never less than nothing; a double buffer halves what streams
   cpu test_layer_stream.py::test_the_worked_example test_layer_stream.py::test_no_other_split_stores_more
-  cpu test_layer_stream.py::test_the_regular_cache_is_never_less_than_nothing
-  cpu test_layer_stream.py::test_a_double_buffer_halves_what_the_device_holds_of_a_layer
   gpu gpu/test_prefix_sizes.py::test_a_cache_goes_to_the_limit figure:context
 layer stream: the load of layer j waits for attention j-1 and its store, and overlaps what follows
   cpu kv/test_stream.py::test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load
@@ -155,7 +153,7 @@ minimum unit: whole blocks of both models, and whole pages
   gpu gpu/test_prefix_sizes.py::test_lwm_and_qwen3_14b_exchange_40_mib
 lend, take back: up is rounded up, down is rounded down, by what was in use at once; hashes go before pages
   cpu test_lending.py::test_up_is_rounded_up_and_down_is_rounded_down
-  cpu test_lending.py::test_what_counts_is_what_is_in_use_at_once
+  cpu test_lending.py::test_the_window_against_all_that_ever_was
   cpu test_lending.py::test_who_lends_whom_over_random_traces
   cpu prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks
   cpu prefix/test_lend.py::test_what_the_host_has_not_is_forgotten_first
