@@ -212,18 +212,18 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
     """The total is too little for all weights and caches of two; each works in turn, and then all at once."""
     torch.set_num_threads(1)
     model = build("llama", **SIZES)
-    stock = model.generate(**prompts(2, 16), max_new_tokens=64, do_sample=False).tolist()
+    stock = model.generate(**prompts(2, 16), max_new_tokens=32, do_sample=False).tolist()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     total = (weights * 3 // 2 + 2 * MIB) // PAGE * PAGE
     processes = [start(total, "model")]
     with Watcher([processes[0].pid], total) as alone:
-        assert processes[0].do("say 64") == stock
+        assert processes[0].do("say 32") == stock
     within(alone)
     processes += [start(True, "model"), start(True, "model")]
 
     def pages_follow(process: Process) -> bool:
         """Has it the largest part once it has worked?"""
-        assert process.do("say 64") == stock
+        assert process.do("say 32") == stock
         return parts()[process.pid] == max(parts().values())
 
     with Watcher([process.pid for process in processes], total) as watcher:
@@ -232,7 +232,7 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
             watcher.most = dict.fromkeys(before, 0)
             eventually(partial(pages_follow, peer))
         for peer in processes:
-            peer.begin("say 64")
+            peer.begin("say 32")
         assert [process.answer() for process in processes] == [stock] * 3
     within(watcher)
     assert all(watcher.most.values())
