@@ -102,3 +102,10 @@ def test_what_remains_of_too_many_events(events: list[LoggedEvent], limit: int) 
     for name in cut:
         dropped = [e.pages for e in events if (e.lever, e.verb) == name and not any(e is k for k in kept)]
         assert all(e.pages >= max(dropped) for e in kept if (e.lever, e.verb) == name)
+
+
+def test_a_rare_decision_is_kept_among_thousands() -> None:
+    events = [LoggedEvent(n, "inflate", "pull", 1) for n in range(1000)]
+    events[300] = LoggedEvent(300, "budget", "set", 5)
+    kept = fewer(events, 20)
+    assert (len(kept), events[300] in kept) == (10, True)
