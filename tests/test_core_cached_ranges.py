@@ -105,7 +105,7 @@ def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:
         assert taken > 40
 
 
-def test_what_is_still_in_use_is_not_cached(core: Core) -> None:
+def test_range_that_is_still_in_use_is_not_cached(core: Core) -> None:
     """Work that was submitted may touch the old pages: another stream's writes would not be ordered after it."""
     stream = core.stream()
     some = core.range(3)
@@ -145,7 +145,7 @@ def test_pages_that_a_range_keeps_go_once_no_new_ones_may_be_made_and_before_tho
         assert (backings(some)[3], published.leads_to(0)) == ("none", "device")
 
 
-def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
+def test_pages_claimed_for_a_request_that_fails_are_free_again() -> None:
     with opened(budget=8) as core:
         core.cached_ranges((9, 4))
         some = core.range(9)
@@ -325,7 +325,7 @@ def test_once_the_first_range_is_gone_what_was_promised_is_cached_like_any(core:
     assert (core.ahead(), core.created()) == (0, 9)
 
 
-def test_what_grows_in_step_is_mapped_ahead_too(core: Core) -> None:
+def test_ranges_that_grow_in_step_are_mapped_ahead_too(core: Core) -> None:
     """A prompt in chunks: each layer grows by several pages, one after the other."""
     layers = Layers(core, 3)
     for index in (1, 2):

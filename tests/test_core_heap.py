@@ -181,7 +181,7 @@ def test_numbers_of_the_heap(core: Core) -> None:
     assert (now["live_peak"], now["requested_peak"]) == (1024, 1000)
 
 
-def test_what_makes_no_sense_is_ignored_or_refused(core: Core) -> None:
+def test_addresses_and_sizes_that_make_no_sense_are_ignored_or_refused(core: Core) -> None:
     block = core.device.allocate(PAGE)
     for wrong in (0, 512, block + 512, block - 512, 2**63):
         core.device.deallocate(wrong)

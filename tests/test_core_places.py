@@ -86,7 +86,7 @@ def test_host_pages_that_do_not_work_are_none(machine: str, why: str, tmp_path: 
         assert not some.move(0, "host")
 
 
-def test_what_needs_host_pages_says_why_there_are_none(tmp_path: Path) -> None:
+def test_calls_that_need_host_pages_say_why_there_are_none(tmp_path: Path) -> None:
     with opened(budget=2, spill=True, path=shim(tmp_path, HEAD + NO_CREATE)) as core:
         with pytest.raises(PoolExhausted, match=r"Nor can it lie on the host.*creating a page of host memory"):
             core.device.allocate(3 * PAGE)
@@ -198,7 +198,7 @@ class KV:
         return self.twin.take_over(first, self.spare, first, count, self.range)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_peer_calls_that_make_no_sense_are_refused() -> None:
     with opened(**PEER) as core:
         kv, other = KV(core, 4), core.range(4)
         core.device.publish([kv.entry(0, 1)])

@@ -95,7 +95,7 @@ def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(c
     assert holds(some.address, 9, 3 * PAGE)
 
 
-def test_what_is_taken_back_stays_while_the_rest_waits_for_pages(gate: Gate) -> None:
+def test_pages_taken_back_stay_while_the_rest_waits_for_pages(gate: Gate) -> None:
     """The wait for other pages completes every retirement, but not of those that this call has taken back."""
     with opened(budget=6, path=gate.path) as core, ThreadPoolExecutor(1) as pool:
         some, other = core.range(6), core.range(1)
@@ -225,7 +225,7 @@ def test_a_tensor_needs_every_byte_backed(core: Core) -> None:
         lambda _, other: (other.close(), other.retire(0, 1)),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(
+def test_range_calls_that_make_no_sense_are_refused_and_change_nothing(
     core: Core, wrong: Callable[[object, object], object]
 ) -> None:
     some, other = core.range(4), core.range(4)

@@ -216,7 +216,7 @@ def test_another_entry_stands_in_for_one_that_fails() -> None:
         assert one.intact()
 
 
-def test_nothing_is_taken_while_a_graph_is_captured(gate: Gate) -> None:
+def test_entries_stay_while_a_graph_is_captured(gate: Gate) -> None:
     with opened(budget=4, path=gate.path) as core:
         one = layer(core)
         core.range(2, mapped=2)
@@ -232,7 +232,7 @@ def test_nothing_is_taken_while_a_graph_is_captured(gate: Gate) -> None:
         assert keys(core) == [1]
 
 
-def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
+def test_pages_taken_beyond_the_need_of_one_thread_serve_another() -> None:
     """Several ask at the same moment and there is one entry, with a page for each."""
     threads = 4
     with opened(budget=threads) as core, ThreadPoolExecutor(threads) as pool:
@@ -286,7 +286,7 @@ def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core
     assert all(layer.intact() for layer in layers)
 
 
-def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
+def test_divisible_entry_with_a_buffer_is_refused(core: Core) -> None:
     one = layer(core)
     with pytest.raises(BallonetError, match="divisible"):
         core.device.publish([(7, one.group, [(one.range, 0, 2, None, 0, [])])], {7: 1})

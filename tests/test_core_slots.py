@@ -20,7 +20,7 @@ def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
     return core.range(pieces, "weights", mapped=pieces, value=value)
 
 
-def test_what_cannot_be_led_elsewhere_is_refused(core: Core) -> None:
+def test_pieces_that_cannot_be_led_elsewhere_are_refused(core: Core) -> None:
     one, slot = layer(core), layer(core)
     bare = core.range(2, "weights")
     with pytest.raises(BallonetError, match="does not lead to another"):

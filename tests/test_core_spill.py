@@ -33,7 +33,7 @@ def spilled(core: Core) -> int:
     return pages
 
 
-def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
+def test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
     with opened(budget=4, host_budget=8, spill=True) as core:
         kv = core.range(4, mapped=4)
         keep, block = core.device.allocate(PAGE // 2), core.device.allocate(4 * PAGE)
@@ -179,7 +179,7 @@ def test_a_warning_that_is_an_error_harms_nobody(pool: _native.Device, monkeypat
     assert raised == [RuntimeWarning]
 
 
-def test_it_can_be_turned_off(pool: _native.Device) -> None:
+def test_spilling_can_be_turned_off(pool: _native.Device) -> None:
     with pytest.raises(InstallError, match="spill"):
         ballonet.install(spill=False)
     ballonet.install(spill=True)

@@ -185,7 +185,9 @@ class Beginning:
 
 
 @pytest.mark.parametrize("step", [0, 4, 8])
-def test_what_begins_while_weights_move_in_waits(model: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def test_forward_that_begins_while_weights_move_in_waits(
+    model: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     beginning = Beginning(model, monkeypatch, MoveIn, "do", step)
     leases = list[int]()
     handle = model.lm_head.register_forward_pre_hook(lambda *_: leases.append(leases_of(model)))
@@ -199,7 +201,7 @@ def test_what_begins_while_weights_move_in_waits(model: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("interval", "step"), [(None, 0), (None, 8), (1, 0), (1, 4)])
-def test_what_begins_while_weights_move_out_waits(
+def test_forward_that_begins_while_weights_move_out_waits(
     model: Any, monkeypatch: pytest.MonkeyPatch, interval: Any, step: int
 ) -> None:
     beginning = Beginning(model, monkeypatch, Weights, "_step_out", step)

@@ -257,7 +257,9 @@ def test_where_nothing_happens_the_same_is_told_again(calm: World) -> None:
         (World.wait, (PAGES.dwell,)),
     ],
 )
-def test_what_happens_is_looked_at(calm: World, act: Callable[..., object], given_to_it: tuple[Any, ...]) -> None:
+def test_answer_is_made_anew_after_an_event(
+    calm: World, act: Callable[..., object], given_to_it: tuple[Any, ...]
+) -> None:
     assert told_again(calm, 2) == 2
     act(calm, *given_to_it)
     assert told_again(calm, 1) == 0

@@ -260,7 +260,7 @@ def test_there_is_no_cuda_allocator_without_cuda() -> None:
         allocator()
 
 
-def test_what_was_frozen_and_is_garbage_since_is_collected_as_the_pool_is_taken_out() -> None:
+def test_frozen_garbage_is_collected_as_the_pool_is_taken_out() -> None:
     """As between the modules of these tests."""
     install(**SMALL)
     tensor = torch.ones(1000)

@@ -79,7 +79,7 @@ def chosen(layers: list[LayerReads], free: int, rows: int = 1, copy: float = 0.0
     return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, tuning=KVReads(copy=copy, in_place=in_place))
 
 
-def test_what_fits_is_restored_and_arrives_while_layers_compute() -> None:
+def test_pages_that_fit_are_restored_and_arrive_while_layers_compute() -> None:
     layers = [LayerReads(4, rest=8 * SECONDS)] * 10
     choice = chosen(layers, free=40)
     assert (choice.way, choice.streamed, choice.slots, choice.pages) == (Way.RESIDENT, 0, 0, 40)

@@ -116,7 +116,7 @@ ACCOUNTS = st.lists(
 
 
 @given(ACCOUNTS, st.integers(0, 80), st.integers(1, 40))
-def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
+def test_dues_make_reserves_whole_and_take_no_more(accounts: list[Account], free: int, most: int) -> None:
     """By all amounts that those who borrow could give, one after the other: the first that makes reserves whole."""
     dues = due(accounts, free, most)
     missing = max(0, sum(max(0, account.reserve - account.held) for account in accounts) - free)
@@ -145,7 +145,7 @@ def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["use", "keep", "rest"]), st.integers(0, 40)), max_size=60),
     st.lists(st.integers(1, 6), min_size=3, max_size=3),
 )
-def test_who_lends_whom_over_random_traces(trace: list[tuple[int, str, int]], blocks: list[int]) -> None:
+def test_lending_over_random_traces_takes_no_page_in_use(trace: list[tuple[int, str, int]], blocks: list[int]) -> None:
     """Three models in a pool of 120 pages: requests come and go, what they leave is kept. What is in use is never
     taken; a request gets its pages unless others use them; and what is kept lies in nobody's reserve."""
     total, most = 120, 15

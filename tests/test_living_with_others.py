@@ -180,7 +180,7 @@ ACTS: dict[str, Act] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ACTS)
-def test_what_is_done_to_a_model_that_streams_does_what_it_does_to_stock(name: str) -> None:
+def test_operation_on_a_model_that_streams_does_what_it_does_to_stock(name: str) -> None:
     model, twin = build(attention_dropout=0.0), build(attention_dropout=0.0)
     managed = stream(model)
     outcome = ACTS[name](model)

@@ -120,7 +120,7 @@ def test_nobody_gives_before_those_in_front_of_it_are_at_their_caps(them: list[M
 
 @settings(max_examples=60)
 @given(models(), st.integers(0, 60))
-def test_what_is_given_back_fits_and_costs_no_time(them: list[Model], spare: int) -> None:
+def test_plan_given_back_fits_and_costs_no_time(them: list[Model], spare: int) -> None:
     for client in them:
         now = replace(client, plan=revert(client, spare) or client.plan)
         assert now.plan.device_pages <= client.plan.device_pages + spare

@@ -43,12 +43,12 @@ inflate: free pages of activations become KV, and nothing is copied
   gpu figure:context
 deflate: the reverse, only when activations ask
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
-  cpu test_core_events.py::test_what_is_found_without_effort_is_no_event
+  cpu test_core_events.py::test_page_found_without_effort_is_no_event
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:oom
 pre-map, late unmap: the next page is mapped ahead, and unmapping is off the critical path
   cpu kv/test_tiers.py::test_the_next_page_is_mapped_before_it_is_needed
   cpu kv/test_tiers.py::test_pages_lie_ahead_just_in_time_and_never_more_than_allowed
-  cpu test_core_background.py::test_what_was_mapped_ahead_is_claimed_without_the_driver
+  cpu test_core_background.py::test_pages_mapped_ahead_are_claimed_without_the_driver
   cpu test_core_background.py::test_unmapping_is_no_business_of_who_retires
   cpu test_core_background.py::test_no_more_is_mapped_ahead_than_fifty_megabytes
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more
@@ -60,12 +60,12 @@ KV on the host: full pages are copied behind, taken in order, read in place, and
 # The ladder, which is of the design, not of a paper
 the ladder: one order, above every floor, and back without flapping
   cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
-  cpu test_reclaim_order.py::test_what_costs_most_is_restored_first
+  cpu test_reclaim_order.py::test_pages_that_cost_most_are_restored_first
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
-  cpu test_core_spill.py::test_it_goes_when_it_is_freed_and_device_pages_come_first_again
+  cpu test_core_spill.py::test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again
   cpu test_core_stateful.py::test_anything_in_any_order
   gpu gpu/test_balloon_core.py::test_what_is_spilled_computes_the_same figure:oom
 live budget: met with the driver, or refused with the number and nothing changed
@@ -105,7 +105,7 @@ coordinator: the models of one link share its bandwidth, most host memory used, 
   gpu figure:slo
 # Oneiros
 when: pages of the cache are exhausted, not before
-  cpu test_governor.py::test_nothing_is_taken_while_pages_are_free
+  cpu test_governor.py::test_no_layer_is_taken_while_pages_are_free
   cpu test_remap.py::test_remapping_frees_what_is_wanted_or_all_that_the_caps_allow
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
@@ -129,7 +129,7 @@ one direction: weights are never copied back
   cpu streaming/test_streaming.py::test_tokens_equal_stock
   gpu gpu/test_remap_architectures.py::test_tokens_are_stocks figure:streaming
 reversion: pages that the cache leaves return to the weights
-  cpu test_remap.py::test_what_is_given_back_fits_and_costs_no_time
+  cpu test_remap.py::test_plan_given_back_fits_and_costs_no_time
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
@@ -154,7 +154,7 @@ minimum unit: whole blocks of both models, and whole pages
 lend, take back: up is rounded up, down is rounded down, by what was in use at once; hashes go before pages
   cpu test_lending.py::test_up_is_rounded_up_and_down_is_rounded_down
   cpu test_lending.py::test_the_window_against_all_that_ever_was
-  cpu test_lending.py::test_who_lends_whom_over_random_traces
+  cpu test_lending.py::test_lending_over_random_traces_takes_no_page_in_use
   cpu prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks
   cpu prefix/test_lend.py::test_what_the_host_has_not_is_forgotten_first
   cpu prefix/test_lend.py::test_random_lending_while_all_generate
@@ -167,7 +167,7 @@ tiers: a peer's pages first, then the host's, and all is restored
 prefix reuse: what is stored is the same cache held by hand, to the bit
   cpu prefix/test_lives.py::test_whatever_happens_tokens_are_right prefix/test_sessions.py::test_a_session
   cpu prefix/test_trouble.py::test_threads_on_one_model
-  cpu test_prefixes.py::test_what_goes_by_odds_are_leaves_that_nobody_pinned
+  cpu test_prefixes.py::test_blocks_evicted_by_odds_are_leaves_that_nobody_pinned
   gpu gpu/test_prefix.py::test_conversations_while_pages_move figure:prefix
 """
 

@@ -68,7 +68,7 @@ def within(watcher: Watcher) -> None:
     assert not watcher.over, f"{watcher.together} bytes together"
 
 
-def test_who_needs_pages_has_those_of_who_is_idle(start: Start) -> None:
+def test_process_that_needs_pages_gets_those_of_an_idle_one(start: Start) -> None:
     first, second = start(16 * MIB), start(True)
     with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
         assert first.do(f"get {10 * MIB}") == "get"
@@ -85,7 +85,7 @@ def test_who_needs_pages_has_those_of_who_is_idle(start: Start) -> None:
     assert all(part >= FLOOR for part in parts().values())
 
 
-def test_who_is_killed_gives_its_part_back(start: Start) -> None:
+def test_process_that_is_killed_gives_its_part_back(start: Start) -> None:
     first, second = start(16 * MIB), start(16 * MIB)
     with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
         first.do(f"get {12 * MIB}")
@@ -97,7 +97,7 @@ def test_who_is_killed_gives_its_part_back(start: Start) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "before it gives"])
-def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
+def test_process_that_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
     start: Start, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Others do as if it used all that it has."""
@@ -138,7 +138,7 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
         eventually(given)
 
 
-def test_what_steps_lack_is_asked_for_and_may_come_as_long_as_others_use_it(start: Start) -> None:
+def test_pages_that_steps_lack_are_asked_for_and_may_come_as_long_as_others_use_them(start: Start) -> None:
     process, sharing = start(16 * MIB), replace(DEFAULT.sharing, dwell=0.0, patience=60.0, answer=60.0, lacking=600.0)
     process.do(f"get {12 * MIB}")
     with here(True, sharing) as share:
@@ -238,7 +238,7 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
     assert all(watcher.most.values())
 
 
-def test_what_is_refused_is_refused_with_nothing_done(start: Start, tmp_path: Path) -> None:
+def test_refused_join_does_nothing(start: Start, tmp_path: Path) -> None:
     process = start(16 * MIB)
     with pytest.raises(SharedBudgetError, match="is 16MiB, and not 8MiB"), here(8 * MIB):
         pass
