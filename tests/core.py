@@ -10,14 +10,13 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +59,44 @@ def program(code: str, *arguments: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+ENTRY = """
+import ctypes, os, sys
+from ballonet.allocator import _native, device_choice
+
+class Core(ctypes.Structure):
+    P, I, C = ctypes.c_void_p, ctypes.c_int, ctypes.CFUNCTYPE
+    _fields_ = [
+        ("version", ctypes.c_uint32),
+        ("allocate", C(I, ctypes.c_size_t, I, P, ctypes.POINTER(P))),
+        ("deallocate", C(None, P)),
+        ("record_stream", C(None, P, P)),
+        ("trim", C(None, I)),
+        ("owns", C(ctypes.c_bool, P)),
+        ("serving", C(ctypes.c_bool)),
+        ("last_error", C(ctypes.c_char_p)),
+    ]
+
+core = Core.from_address(_native.core_table())
+library = sys.argv[1] if sys.argv[1:] else device_choice.standin_library()
+device = _native.Device(library=library, ordinal=0, page_size=4096, {options})
+assert not core.serving()
+device.bind()
+assert core.serving()
+
+def allocate(nbytes, stream=None):
+    out = ctypes.c_void_p()
+    assert core.allocate(nbytes, 0, stream, ctypes.byref(out)) == 0, core.last_error()
+    return out.value
+
+"""
+
+
+def entry(code: str, *arguments: str, options: str = "budget=64 * 4096, host_budget=0") -> None:
+    """Runs code against the table of the entry points, in a process of its own: a bound device stays for ever. The
+    first argument is the driver, if it is not the stand-in."""
+    program(ENTRY.replace("{options}", options) + textwrap.dedent(code), *arguments)
 
 
 # A closed gate keeps whoever calls one of its functions, and no event has passed. The next event that is recorded may
@@ -215,18 +252,15 @@ class Map:
         return inodes().get(self.inode) if self.name.startswith("/memfd:ballonet-") else None
 
 
-def maps(address: int, nbytes: int, only: Sequence[str] = ("",)) -> list[Map]:
-    """The process's memory maps that touch [address, address + nbytes). `only`: of lines that have one of these."""
+def maps(address: int, nbytes: int, only: Callable[[str], bool] = bool) -> list[Map]:
+    """The process's memory maps that touch [address, address + nbytes), of the lines that `only` is true of."""
     listed = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if not any(word in line for word in only):
-            continue
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ (\d+)\s*(.*)", line)
-        assert match is not None, line
-        begin, end, offset = int(match[1], 16), int(match[2], 16), int(match[4], 16)
+    for line in filter(only, Path("/proc/self/maps").read_text().splitlines()):
+        bounds, access, start, _, inode, *name = line.split(maxsplit=5)
+        begin, end = (int(bound, 16) for bound in bounds.split("-"))
         if begin < address + nbytes and address < end:
             first, last = max(begin, address), min(end, address + nbytes)
-            listed.append(Map(first, last, match[3], offset + (first - begin), int(match[5]), match[6]))
+            listed.append(Map(first, last, access, int(start, 16) + (first - begin), int(inode), "".join(name)))
     return listed
 
 

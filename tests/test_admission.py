@@ -47,7 +47,7 @@ def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str,
 
 
 @given(queues(), memories)
-def test_it_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Memory) -> None:
+def test_admission_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Memory) -> None:
     queue = [replace(demand, staging=0) for demand in queue]
     admission = admit(queue, memory, replace(TUNING, patience=0))
     assert admission.where == as_printed(queue, memory, RESERVE)
@@ -108,7 +108,7 @@ def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra
     assert not waiting
 
 
-def test_what_was_preempted_goes_on_where_it_is_if_nobody_else_can() -> None:
+def test_preempted_request_goes_on_where_it_is_if_nobody_else_can() -> None:
     """KV of 60 bytes lies on the host, and others have the device."""
     kept, memory = Demand("kept", 62, 3, 1, decoding=True, away=60), Memory(0, 10, 0, 100)
     assert admit([kept], memory).where == {"kept": "host"}
@@ -122,7 +122,7 @@ def test_what_was_preempted_goes_on_where_it_is_if_nobody_else_can() -> None:
     ("needed", "staging", "host", "can"),
     [(90, 0, 0, True), (91, 90, 91, True), (91, 91, 91, False), (91, 0, 90, False)],
 )
-def test_what_never_fits(needed: int, staging: int, host: int, can: bool) -> None:
+def test_request_beyond_all_memory_never_runs(needed: int, staging: int, host: int, can: bool) -> None:
     assert can_ever_run(needed, staging, Memory(60, 40, host=host, reserve=10)) is can
 
 
@@ -153,7 +153,7 @@ def test_shrinking_evicts_nothing() -> None:
     assert buffer.usable(200) == 56
 
 
-def test_it_opens_where_nothing_runs() -> None:
+def test_buffer_opens_where_nothing_runs() -> None:
     buffer = LogicalBuffer(1024, 1, 512)
     for _ in range(2):
         buffer.observe(tpot=True, ttft=False)
@@ -162,7 +162,7 @@ def test_it_opens_where_nothing_runs() -> None:
     assert buffer.observe(tpot=True, ttft=False) == 1024, "what was slow before counts no more"
 
 
-def test_what_others_give_counts_as_far_as_the_host_has_room() -> None:
+def test_bytes_that_others_give_count_as_far_as_the_host_has_room() -> None:
     """60 bytes are free; others would give 40, whose bytes go to the host, which has room for 10."""
     memory = Memory(0, 60, 40, host=10, dirty=40, room=10)
     assert memory.usable == 70

@@ -106,7 +106,7 @@ def test_weights_stay_on_the_device_and_only_what_moved_is_counted(
     assert dict(chaos.moved) == (expected if moves else dict.fromkeys(expected, 0))
 
 
-def test_it_repeats_itself_and_draws_from_no_one_elses_generator() -> None:
+def test_same_seed_moves_the_same_and_draws_from_no_one_elses_generator() -> None:
     def asked(seed: int) -> list[list[tuple[int, str]]]:
         ranges = [Pieces(["device"] * 9 + ["kept"]) for _ in range(4)]
         chaos = Chaos(seed, host=True, peer=True)

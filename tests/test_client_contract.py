@@ -288,7 +288,7 @@ def used_elsewhere(case: Case) -> Iterator[None]:
         thread.join()
 
 
-def test_what_was_taken_is_read_as_before(device: Device, case: list[Case]) -> None:
+def test_pages_that_were_taken_are_read_as_before(device: Device, case: list[Case]) -> None:
     free = device.available
     assert take(device, case[0]) > 0
     device.reap(wait=True)
@@ -318,7 +318,7 @@ def test_an_entry_is_of_its_own_pages_and_names_what_is_there(device: Device, ca
     assert known._known.clients.of([]) == []
 
 
-def test_nothing_is_taken_that_another_thread_uses(device: Device, case: list[Case]) -> None:
+def test_pages_that_another_thread_uses_are_not_taken(device: Device, case: list[Case]) -> None:
     keys = offered(device, case[0])
     with used_elsewhere(case[0]):
         assert device.take(keys) == 0
@@ -360,7 +360,7 @@ def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None
     assert take(device, case[0]) > 0
 
 
-def test_who_is_gone_leaves_nothing_behind(device: Device, case: list[Case]) -> None:
+def test_client_that_is_gone_leaves_nothing_behind(device: Device, case: list[Case]) -> None:
     assert take(device, case[0]) > 0
     owner = "weights" if isinstance(case[0], LayersOfAModel) else "kv"
     number = case[0].number

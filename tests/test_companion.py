@@ -133,7 +133,7 @@ def _plain(function: str) -> ctypes.c_void_p:
     return ctypes.c_void_p(_native.entry_points()[function])
 
 
-def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companion_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_again(compiler: str, output: str, part: companion.CompanionPart) -> None:
         raise AssertionError(f"{compiler} ran again for {output}")
 
@@ -387,7 +387,7 @@ def test_an_error_of_the_stream_filter_reaches_torch(loaded: Companion, probe: c
     probe.end(_plain("release_pool"), number)
 
 
-def test_what_has_no_meaning_here_is_refused(loaded: Companion, probe: ctypes.CDLL) -> None:
+def test_calls_without_a_meaning_here_are_refused(loaded: Companion, probe: ctypes.CDLL) -> None:
     fraction = _plain("memory_fraction")
     assert probe.fraction(fraction, ctypes.c_double(0.5)) == 3
     assert b"set_budget" in probe.message()

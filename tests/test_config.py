@@ -49,7 +49,7 @@ NO_SIZES = (
 
 
 @pytest.mark.parametrize("text", NO_SIZES)
-def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
+def test_text_that_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
     with pytest.raises(ConfigError, match=r"budget is .*24GiB") as caught:
         parse_size(text, "budget")  # type: ignore[arg-type]
     assert isinstance(caught.value, BallonetError)
@@ -65,7 +65,7 @@ def test_no_host_pages(text: int | str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", False, 0.5, None])
-def test_what_is_no_host_budget(text: object) -> None:
+def test_text_that_is_no_host_budget_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match="host_budget is"):
         parse_host_budget(text)  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_times(text: float | str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ms", "-1s", -1, "5 parsecs", float("nan"), float("inf"), None, True])
-def test_what_is_no_time_is_refused(text: object) -> None:
+def test_text_that_is_no_time_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match=r"tpot is .*80ms"):
         parse_time(text, "tpot")  # type: ignore[arg-type]
 
@@ -111,7 +111,7 @@ def test_bandwidths(text: int | str, rate: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "/s", "8GB/min", "fast", "0GB/s", None])
-def test_what_is_no_bandwidth_is_refused(text: object) -> None:
+def test_text_that_is_no_bandwidth_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match=r"link is .*8GB/s"):
         parse_bandwidth(text, "link")  # type: ignore[arg-type]
 

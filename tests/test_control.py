@@ -91,7 +91,7 @@ def said(path: Path, *lines: bytes) -> bytes:
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_says_its_budget_and_who_owns_what(listening: Listening, folder: Path) -> None:
+def test_asked_process_says_its_budget_and_who_owns_what(listening: Listening, folder: Path) -> None:
     listening()
     told = ask(ME, None, 1, [folder])
     assert told == {
@@ -108,7 +108,7 @@ def test_it_says_its_budget_and_who_owns_what(listening: Listening, folder: Path
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder: Path) -> None:
+def test_asked_process_is_given_a_budget_and_the_time_for_that(listening: Listening, folder: Path) -> None:
     asked: list[tuple[int, float, str]] = []
     listening(lambda nbytes, timeout, number: asked.append((nbytes, timeout, threading.current_thread().name)))
     assert ask(ME, 2**20, 7.5, [folder])["budget"] == 2**21
@@ -120,7 +120,9 @@ def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder
     "error",
     [BudgetError(5 * 2**20, 2**20, 6 * 2**20), ConfigError("the budget is too small"), ValueError("ballonet: x")],
 )
-def test_what_it_raises_is_a_refusal_with_the_number(listening: Listening, folder: Path, error: Exception) -> None:
+def test_error_of_the_process_is_a_refusal_with_the_number(
+    listening: Listening, folder: Path, error: Exception
+) -> None:
     def refuse(nbytes: int, timeout: float, number: int | None) -> None:
         raise error
 
@@ -143,7 +145,7 @@ def test_without_a_device_it_refuses(listening: Listening, folder: Path) -> None
     "line",
     [b"hello\n", b"[]\n", b"{}\n", b'{"budget": 5}\n', b"\xff\xfe\n", b"3\n", b"null\n"],
 )
-def test_what_is_no_request_is_said_to_be_none(listening: Listening, line: bytes) -> None:
+def test_line_that_is_no_request_is_said_to_be_none(listening: Listening, line: bytes) -> None:
     answer = json.loads(said(listening().path, line))
     assert answer == {"ok": False, "kind": "ValueError", "message": "the request is not understood"}
 
@@ -294,7 +296,7 @@ def test_one_that_does_not_answer_is_given_up(listening: Listening, folder: Path
     goes_on.set()
 
 
-def test_it_looks_where_the_other_one_may_have_been_started(tmp_path: Path) -> None:
+def test_folders_are_those_where_the_other_one_may_have_been_started(tmp_path: Path) -> None:
     user = os.geteuid()
     chosen = control_dirs({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert chosen[0] == tmp_path / "ballonet"
@@ -366,7 +368,7 @@ def test_the_budget_of_a_running_process(
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_it_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
+def test_control_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "control_dirs", lambda: (folder,))
@@ -382,7 +384,7 @@ def test_it_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_answers_again_after_it_was_out_of_file_descriptors(listening: Listening, folder: Path) -> None:
+def test_listener_answers_again_after_it_was_out_of_file_descriptors(listening: Listening, folder: Path) -> None:
     path = listening().path
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
         waiting.settimeout(1)

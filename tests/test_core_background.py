@@ -187,7 +187,7 @@ def test_a_process_ends_whatever_the_thread_does(bind: str, then: str) -> None:
 # -- ahead ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_mapped_ahead_is_claimed_without_the_driver(core: Core) -> None:
+def test_pages_mapped_ahead_are_claimed_without_the_driver(core: Core) -> None:
     some = core.range(6, mapped=2)
     some.map_ahead(2, 3)
     core.device.reap(wait=True)
@@ -202,7 +202,7 @@ def test_what_was_mapped_ahead_is_claimed_without_the_driver(core: Core) -> None
     assert len(maps(some.address, 5 * PAGE)) == 1  # neighbours in address are neighbours in the pool
 
 
-def test_nothing_is_taken_from_anybody() -> None:
+def test_mapping_ahead_takes_pages_from_nobody() -> None:
     with opened(budget=8) as core:
         block = core.device.allocate(2 * PAGE)
         core.device.deallocate(block)  # idle in the heap, and the heap's

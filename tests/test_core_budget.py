@@ -19,8 +19,8 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
 from .core import PAGE, Core, Gate, Other, calls, eventually, holds, opened, physical, refused, write
+from .entries import Layer, keys, layer
 from .pool import bytes_that_exist
-from .test_core_reclaim import Layer, keys, layer
 
 LONG = 60 * 10**9  # ns; nobody waits that long in a test that goes well
 
@@ -36,20 +36,6 @@ def lowered(core: Core, pages: int) -> bool:
 
 
 # -- At once ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_that_is_given_back_and_still_shown_is_none_that_leaves() -> None:
-    """An idle page of the heap leaves in its place."""
-    with opened(budget=8) as core:
-        home, other = core.range(1, mapped=1), core.range(1)
-        assert other.alias(0, home, 0, 1)
-        home.retire(0, 1)
-        core.device.reap(wait=True)
-        core.device.deallocate(core.device.allocate(PAGE))
-        assert physical() == 2 * PAGE
-        core.device.set_budget(PAGE)
-        assert physical() == PAGE
-        assert other.leads_to(0) == "alias"
 
 
 def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPoolExecutor) -> None:
@@ -77,7 +63,7 @@ def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPool
         listening.result()
 
 
-def test_what_the_budget_may_become_is_looked_at_before_an_allocation_is_too_large(pool: ThreadPoolExecutor) -> None:
+def test_allocation_asks_what_the_budget_may_become_before_it_is_too_large(pool: ThreadPoolExecutor) -> None:
     """The total has become more since, and becomes more again while a thread waits for an answer."""
     with opened(budget=8) as core:
         device = core.device
@@ -141,7 +127,7 @@ ENDS: dict[str, Callable[[Core, Layer, int], object]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_it_waits_for_who_uses_pages_and_nothing_is_created_above_it(
+def test_lower_budget_waits_for_who_uses_pages_and_nothing_is_created_above_it(
     end: str, other: Other, pool: ThreadPoolExecutor
 ) -> None:
     with opened(budget=9) as core:
@@ -161,7 +147,7 @@ def test_it_waits_for_who_uses_pages_and_nothing_is_created_above_it(
         assert one.intact()
 
 
-def test_who_leases_never_comes_back(other: Other) -> None:
+def test_lower_budget_is_refused_where_a_lease_never_ends(other: Other) -> None:
     with opened(budget=8) as core:
         one = leased(core, other, 4)
         with pytest.raises(BudgetInUse) as caught:
@@ -229,7 +215,7 @@ def test_two_threads_that_lease_what_the_other_waits_for(pool: ThreadPoolExecuto
         assert all(one.intact() for one in layers)
 
 
-def test_who_waits_gives_what_it_leases_itself(other: Other, pool: ThreadPoolExecutor) -> None:
+def test_thread_that_waits_gives_what_it_leases_itself(other: Other, pool: ThreadPoolExecutor) -> None:
     with opened(budget=8) as core:
         mine, theirs = layer(core, 2), layer(core, 4)
         core.device.publish([theirs.entry(2), mine.entry(1)])

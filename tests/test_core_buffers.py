@@ -116,7 +116,7 @@ def test_part_of_it_goes(core: Core, turns: Turns) -> None:
     assert core.device.take([2]) == 0
 
 
-def test_what_an_entry_does_not_name_keeps_the_buffer(core: Core, turns: Turns) -> None:
+def test_range_that_an_entry_does_not_name_keeps_the_buffer(core: Core, turns: Turns) -> None:
     """Another address leads there, and nobody says where it could lead instead."""
     core.device.publish([turns.entry(layers=1)])
     refused(lambda: core.range(1).map(0, 1))
@@ -142,7 +142,7 @@ def test_an_entry_is_void_once_anything_leads_elsewhere(core: Core, turns: Turns
     refused(lambda: core.range(PIECES).map(0, PIECES))
 
 
-def test_what_has_no_bytes_on_the_host_does_not_enter_the_list(core: Core, turns: Turns) -> None:
+def test_range_without_bytes_on_the_host_does_not_enter_the_list(core: Core, turns: Turns) -> None:
     """A page without bytes would be filled from the buffer, which holds another one's."""
     turns.twins[1].retire(1, 1)
     core.device.reap(wait=True)
@@ -163,7 +163,7 @@ def test_a_tensor_over_the_buffer_keeps_it(core: Core, turns: Turns) -> None:
     assert core.device.take([1]) == PIECES
 
 
-def test_who_leases_it_gives_it(core: Core, turns: Turns, other: Other) -> None:
+def test_thread_that_leases_the_buffer_gives_it(core: Core, turns: Turns, other: Other) -> None:
     core.device.publish([turns.entry()])
     other.does(turns.group.enter)
     refused(lambda: core.range(1).map(0, 1))

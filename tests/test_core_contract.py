@@ -54,7 +54,7 @@ def test_a_peak_is_never_above_what_existed() -> None:
 
 
 @pytest.mark.parametrize(("budget", "pages"), [(16, 8), (12, 4), (8, 0)])
-def test_what_can_still_be_had(budget: int, pages: int) -> None:
+def test_memory_info_says_what_can_still_be_had(budget: int, pages: int) -> None:
     with opened(budget=16) as core:
         core.range(8, "kv", mapped=8)
         core.device.set_budget(budget * PAGE)

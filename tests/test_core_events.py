@@ -11,7 +11,7 @@ import pytest
 from ballonet.allocator.errors import BudgetInUse
 
 from .core import PAGE, Core, Other, opened, page_calls, refused
-from .test_core_reclaim import layer
+from .entries import layer
 
 
 def rows(core: Core) -> list[tuple[str, int, int]]:
@@ -19,7 +19,7 @@ def rows(core: Core) -> list[tuple[str, int, int]]:
     return [(kind, pages, key) for _, kind, pages, key, _, _ in core.device.events()]
 
 
-def test_what_is_found_without_effort_is_no_event() -> None:
+def test_page_found_without_effort_is_no_event() -> None:
     with opened(budget=8) as core:
         core.device.deallocate(core.device.allocate(2 * PAGE))
         for _ in range(100):
@@ -71,7 +71,7 @@ def test_a_request_and_who_yields(other: Other) -> None:
         other.does(one.group.leave)
 
 
-def test_what_is_refused() -> None:
+def test_refusals_are_events() -> None:
     with opened(budget=2, host_budget=1) as core:
         refused(lambda: core.device.allocate(3 * PAGE))
         refused(lambda: core.range(5).map(0, 5))
@@ -79,7 +79,7 @@ def test_what_is_refused() -> None:
         assert rows(core) == [("refuse", 3, -1), ("refuse", 5, -1), ("refuse", 2, -1)]
 
 
-def test_what_is_spilled_and_comes_back() -> None:
+def test_spilled_block_is_an_event_and_so_is_its_end() -> None:
     told: list[bool] = []
     with opened(budget=2, spill=True) as core:
         core.device.on_spill(lambda: told.append(True))
@@ -109,6 +109,25 @@ def test_the_oldest_go_where_nobody_asks() -> None:
         events = rows(core)
         assert len(events) == 8192
         assert (events[0][1], events[-1][1]) == (12, 8192 + 11)
+
+
+def inflated(core: Core) -> list[int]:
+    """The pages that went from activations to caches, each time that there were any."""
+    return [pages for _, kind, pages, *_ in core.device.events() if kind == "inflate"]
+
+
+def test_pages_that_activations_need_no_more_are_given_soon(core: Core) -> None:
+    """Twice as much each time, until some of it is needed again."""
+    core.device.deallocate(core.device.allocate(64 * PAGE))
+    cache = core.range(64)
+    for piece in range(31):
+        cache.map(piece, 1)
+    assert inflated(core) == [1, 2, 4, 8, 16]
+    cache.retire(0, 8)
+    core.device.deallocate(core.device.allocate(41 * PAGE))  # eight more than it had
+    cache.map(0, 1)
+    cache.map(1, 1)
+    assert inflated(core) == [1, 2]
 
 
 # -- the timeline

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
-import textwrap
 
 import pytest
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, Core, all_calls, calls, library, opened, physical, program, write
+from .core import PAGE, Core, all_calls, calls, entry, library, opened, physical, write
 from .faulting import arm
 
 MIB = 2**20
@@ -182,7 +181,7 @@ def test_numbers_of_the_heap(core: Core) -> None:
     assert (now["live_peak"], now["requested_peak"]) == (1024, 1000)
 
 
-def test_what_makes_no_sense_is_ignored_or_refused(core: Core) -> None:
+def test_addresses_and_sizes_that_make_no_sense_are_ignored_or_refused(core: Core) -> None:
     block = core.device.allocate(PAGE)
     for wrong in (0, 512, block + 512, block - 512, 2**63):
         core.device.deallocate(wrong)
@@ -233,43 +232,6 @@ def test_thousands_of_graphs_do_not_use_up_the_addresses(core: Core) -> None:
 
 
 # -- The entry points under torch -------------------------------------------------------------------------------------
-
-ENTRY = """
-import ctypes, os, sys
-from ballonet.allocator import _native, device_choice
-
-class Core(ctypes.Structure):
-    P, I, C = ctypes.c_void_p, ctypes.c_int, ctypes.CFUNCTYPE
-    _fields_ = [
-        ("version", ctypes.c_uint32),
-        ("allocate", C(I, ctypes.c_size_t, I, P, ctypes.POINTER(P))),
-        ("deallocate", C(None, P)),
-        ("record_stream", C(None, P, P)),
-        ("trim", C(None, I)),
-        ("owns", C(ctypes.c_bool, P)),
-        ("serving", C(ctypes.c_bool)),
-        ("last_error", C(ctypes.c_char_p)),
-    ]
-
-core = Core.from_address(_native.core_table())
-library = sys.argv[1] if sys.argv[1:] else device_choice.standin_library()
-device = _native.Device(library=library, ordinal=0, page_size=4096, {options})
-assert not core.serving()
-device.bind()
-assert core.serving()
-
-def allocate(nbytes, stream=None):
-    out = ctypes.c_void_p()
-    assert core.allocate(nbytes, 0, stream, ctypes.byref(out)) == 0, core.last_error()
-    return out.value
-
-"""
-
-
-def entry(code: str, *arguments: str, options: str = "budget=64 * 4096, host_budget=0") -> None:
-    """Runs code against the table of the entry points, in a process of its own: a bound device stays for ever. The
-    first argument is the driver, if it is not the stand-in."""
-    program(ENTRY.replace("{options}", options) + textwrap.dedent(code), *arguments)
 
 
 def test_the_child_of_a_fork_has_copies_and_allocates_elsewhere() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import device_choice
+from ballonet.allocator import _native, device_choice
 from ballonet.allocator.config import Config
-from ballonet.allocator.errors import ManageError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
 from ballonet.hooks.weights import ranges
 
-from .core import PAGE, make, opened, physical, shim
-from .faulting import arm, disarm
+from .core import PAGE, PLACES, Core, behind, holds, make, opened, physical, shim, write
+from .faulting import arm, disarm, faults_at_every_call
 
 HEAD = """
 #define _GNU_SOURCE
@@ -86,7 +86,7 @@ def test_host_pages_that_do_not_work_are_none(machine: str, why: str, tmp_path: 
         assert not some.move(0, "host")
 
 
-def test_what_needs_host_pages_says_why_there_are_none(tmp_path: Path) -> None:
+def test_calls_that_need_host_pages_say_why_there_are_none(tmp_path: Path) -> None:
     with opened(budget=2, spill=True, path=shim(tmp_path, HEAD + NO_CREATE)) as core:
         with pytest.raises(PoolExhausted, match=r"Nor can it lie on the host.*creating a page of host memory"):
             core.device.allocate(3 * PAGE)
@@ -156,3 +156,132 @@ def test_a_new_device_whose_copies_or_waits_fail_keeps_no_page(copies: tuple[int
     device.close()
     disarm()
     assert not any(map(physical, ("device", "host")))
+
+
+# -- pages of the peer: what is taken of KV goes there first, and from there to the host
+
+
+PEER = {"peer": 1, "peer_budget": 3 * PAGE}
+
+
+class KV:
+    """Pages of KV, each full of a byte of its own, with a twin and a spare range."""
+
+    def __init__(self, core: Core, pieces: int = 8) -> None:
+        self.core, self.group = core, core.device.group()
+        self.range, self.twin, self.spare = (core.range(pieces, "kv", self.group) for _ in range(3))
+        self.range.map(0, pieces)
+        for piece in range(pieces):
+            write(self.range.address + piece * PAGE, piece + 1)
+
+    def entry(self, first: int, count: int) -> _native.Entry:
+        return first, self.group, [(self.range, first, count, self.twin, first, [])]
+
+    def places(self) -> str:
+        """Where each page is, as the kernel says: d, h or p."""
+        return "".join((behind(self.range.address + n * PAGE)[0] or "?")[0] for n in range(self.range.pieces))
+
+    def intact(self) -> None:
+        assert all(holds(self.range.address + n * PAGE, n + 1) for n in range(self.range.pieces))
+        self.core.device.check()
+        numbers = self.core.device.snapshot()
+        assert physical() == numbers["created"] * PAGE
+        assert physical("host") == numbers["host_pages"] * PAGE
+        assert physical("peer") == numbers["peer_pages"] * PAGE <= numbers["peer_budget"]
+
+    def demote(self, first: int, count: int) -> bool:
+        """With the bytes in the spare range first."""
+        self.spare.map_host(first, count)
+        at = first * PAGE
+        parts = [(self.spare.address + at, self.twin.address + at, count * PAGE)]
+        _native.Transfer(self.core.device).copy(parts, after=0, owner="kv", to="host").wait()
+        return self.twin.take_over(first, self.spare, first, count, self.range)
+
+
+def test_peer_calls_that_make_no_sense_are_refused() -> None:
+    with opened(**PEER) as core:
+        kv, other = KV(core, 4), core.range(4)
+        core.device.publish([kv.entry(0, 1)])
+        core.device.take([0])
+        with pytest.raises(BallonetError, match="no page of its own"):
+            kv.twin.take_over(0, kv.spare, 0, 1, kv.range)
+        kv.spare.map_host(0, 1)
+        with pytest.raises(BallonetError, match="another group"):
+            kv.twin.take_over(0, kv.spare, 0, 1, other)
+        assert kv.spare.alias(1, kv.twin, 0, 1)
+        assert not kv.twin.take_over(0, kv.spare, 0, 1, kv.range), "somebody else leads there"
+        kv.intact()
+    with opened() as core, pytest.raises(BallonetError, match="no peer"):
+        core.range(1).map_peer(0, 1)
+
+
+def test_a_fault_at_any_call_leaves_every_page_where_it_was_or_goes_on_with_the_host() -> None:
+    def published(core: Core) -> KV:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
+        return kv
+
+    def taken(core: Core) -> KV:
+        kv = published(core)
+        assert core.device.take([0])
+        return kv
+
+    for kv, done in faults_at_every_call(
+        published, lambda kv: all(kv.core.device.take([key]) for key in (0, 2)), **PEER
+    ):
+        kv.intact()
+        assert done or all(kv.core.device.take([key]) for key in kv.core.device.published), "the host had none, once"
+        kv.intact()
+    for kv, _ in faults_at_every_call(taken, lambda kv: kv.demote(0, 2), **PEER):
+        kv.intact()
+
+
+def test_a_driver_without_memory_there_means_the_host() -> None:
+    with opened(**PEER) as core:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 2)])
+        arm("cuMemCreate")
+        assert core.device.take([0]) == 2
+        assert set(kv.places()[:2]) <= {"h", "p"}
+        assert "h" in kv.places()
+        kv.intact()
+
+
+def test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own() -> None:
+    with opened(budget=8, peer=0, peer_budget=3 * PAGE) as core:
+        kv = KV(core)  # all of the device's budget
+        core.device.publish([kv.entry(0, 5)])
+        assert core.device.take([0]) == 5
+        numbers = core.device.snapshot()
+        assert (numbers["peer"], core.device.peer, numbers["peer_pages"]) == ("second pool", 0, 3)
+        assert kv.places() == "dddhhddd"
+        assert [kv.range.place(n) for n in range(5)] == ["peer", "peer", "peer", "host", "host"]
+        assert physical() == (numbers["created"] + 3) * PAGE
+        assert physical("peer") == 0
+        assert all(holds(kv.range.address + n * PAGE, n + 1) for n in range(8))
+
+
+REFUSING = "int cuDeviceCanAccessPeer(int* can, int device, int peer) { *can = 0; return 0; }"
+
+
+@pytest.mark.parametrize(("peer", "why"), [(1, "cannot reach"), (7, "does not exist")])
+def test_a_peer_that_cannot_be_reached_is_none(tmp_path: Path, peer: int, why: str) -> None:
+    path = shim(tmp_path, REFUSING) if peer == 1 else None
+    device = make(peer=peer, peer_budget=4 * PAGE, path=path)
+    assert device.peer is None
+    assert why in device.peer_refused
+    assert device.snapshot()["peer_budget"] == 0
+    device.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuDeviceCanAccessPeer"])
+def test_a_peer_that_does_not_work_is_none(call: str) -> None:
+    made = make(**PEER)
+    made.close()
+    arm(call, 1 if call == "cuDeviceCanAccessPeer" else 3)  # host pages are tried first, with two
+    device = make(**PEER)
+    assert device.peer is None
+    assert call in device.peer_refused
+    device.check()
+    device.close()
+    assert not any(map(physical, PLACES))

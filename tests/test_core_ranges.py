@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,6 @@ from .core import (
     PAGE,
     Core,
     Gate,
-    Other,
     backings,
     behind,
     eventually,
@@ -25,7 +23,6 @@ from .core import (
     opened,
     page_calls,
     physical,
-    refused,
     write,
 )
 from .faulting import arm
@@ -98,7 +95,7 @@ def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(c
     assert holds(some.address, 9, 3 * PAGE)
 
 
-def test_what_is_taken_back_stays_while_the_rest_waits_for_pages(gate: Gate) -> None:
+def test_pages_taken_back_stay_while_the_rest_waits_for_pages(gate: Gate) -> None:
     """The wait for other pages completes every retirement, but not of those that this call has taken back."""
     with opened(budget=6, path=gate.path) as core, ThreadPoolExecutor(1) as pool:
         some, other = core.range(6), core.range(1)
@@ -117,17 +114,6 @@ def test_what_is_taken_back_stays_while_the_rest_waits_for_pages(gate: Gate) -> 
         assert core.device.reap(wait=True) == 0
 
 
-def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
-    with opened(budget=6) as core:
-        stream = core.stream()
-        some = core.range(6, mapped=4)
-        core.occupy(stream, 0.5)
-        some.retire(0, 4)
-        refused(lambda: some.map(0, 6))
-        core.device.reap(wait=True)
-        assert [some.leads_to(piece) for piece in range(6)] == ["none"] * 6
-
-
 def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate: Gate) -> None:
     """A mapping that fails half way leaves retiring pages that nobody can read; mapping again must open them."""
     some = core.range(2)
@@ -141,23 +127,6 @@ def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate:
     assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
     write(some.address, 3, 2 * PAGE)
     gate.open()
-
-
-def test_a_tensor_outlives_its_range_and_the_range_its_handle(core: Core) -> None:
-    some = core.device.reserve(3 * PAGE, "weights", core.device.group())
-    address = some.address
-    some.map(0, 3)
-    write(address, 4, 3 * PAGE)
-    held = [tensor(some, 1)]
-    del some
-    gc.collect()
-    core.device.reap(wait=True)
-    assert core.pages()["weights"] == 1
-    assert holds(address + PAGE, 4)
-    held.clear()
-    core.device.reap(wait=True)
-    assert core.pages()["weights"] == 0
-    assert all(one.place is None and one.access != "---p" for one in maps(address, 3 * PAGE))
 
 
 def test_a_piece_goes_with_its_last_tensor_and_the_others_stay(core: Core) -> None:
@@ -176,20 +145,6 @@ def test_a_piece_goes_with_its_last_tensor_and_the_others_stay(core: Core) -> No
     some.close()
     core.device.reap(wait=True)
     assert core.pages()["weights"] == 0
-
-
-def test_a_group_counts_the_tensors_that_went(core: Core) -> None:
-    group, other = core.device.group(), core.device.group()
-    one, two, else_ = (
-        core.range(pieces, "weights", of, auto_retire=retires, mapped=1)
-        for pieces, of, retires in ((1, group, True), (2, group, False), (1, other, True))
-    )
-    views = [tensor(one, 0), tensor(one, 0), tensor(two, 0), tensor(else_, 0)]
-    assert (group.unpinned, other.unpinned) == (0, 0)
-    del views[:3]
-    assert (group.unpinned, other.unpinned) == (3, 0)
-    del views
-    assert other.unpinned == 1
 
 
 def test_use_is_noted_of_what_is_backed_and_of_nothing_else(core: Core) -> None:
@@ -253,44 +208,6 @@ def test_a_tensor_needs_every_byte_backed(core: Core) -> None:
     assert core.pages()["free"] == 2  # nothing is pinned by what was refused
 
 
-def taken_over(core: Core, group: _native.Group) -> Callable[[], bool]:
-    """Pages of the peer leave it, under a range that leads there."""
-    shown, twin, spare = (core.range(1, "kv", group) for _ in range(3))
-    twin.map_peer(0, 1)
-    spare.map_host(0, 1)
-    shown.alias(0, twin, 0, 1)
-    return lambda: twin.take_over(0, spare, 0, 1, shown)
-
-
-def adopted(core: Core, group: _native.Group) -> Callable[[], bool]:
-    """Pages of another range come to one that leads elsewhere."""
-    shown, slot, spare = (core.range(1, "weights", group, mapped=mapped) for mapped in (0, 1, 1))
-    shown.alias(0, slot, 0, 1)
-    return lambda: shown.adopt(0, spare, 0, 1)
-
-
-@pytest.mark.parametrize("change", [adopted, taken_over])
-def test_a_page_does_not_change_under_another_threads_lease(
-    change: Callable[[Core, _native.Group], Callable[[], bool]], other: Other
-) -> None:
-    with opened(peer=1, peer_budget=PAGE) as core:
-        group = core.device.group()
-        work = change(core, group)
-        other.does(group.enter)
-        group.enter()
-        assert group.leases == 2
-        before = core.state()
-        assert not work()
-        assert core.state() == before
-        other.does(group.leave)
-        assert work(), "this thread's own lease does not stand in its way"
-        assert core.state() != before
-        group.leave()
-        with pytest.raises(BallonetError, match="no lease"):
-            group.leave()
-        assert group.leases == 0
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -308,7 +225,7 @@ def test_a_page_does_not_change_under_another_threads_lease(
         lambda _, other: (other.close(), other.retire(0, 1)),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(
+def test_range_calls_that_make_no_sense_are_refused_and_change_nothing(
     core: Core, wrong: Callable[[object, object], object]
 ) -> None:
     some, other = core.range(4), core.range(4)
@@ -323,17 +240,3 @@ def test_a_range_needs_a_page_and_a_known_owner(core: Core) -> None:
     with pytest.raises(BallonetError, match="owner"):
         core.device.reserve(PAGE, "activation", core.device.group())  # type: ignore[arg-type]
     assert core.device.reserve(1, "kv", core.device.group()).nbytes == PAGE
-
-
-def test_mapping_finds_what_retires_and_what_the_heap_does_not_need() -> None:
-    with opened(budget=8) as core:
-        stream = core.stream()  # takes one page
-        block = core.device.allocate(3 * PAGE)
-        core.device.deallocate(block)
-        old, new = core.range(4), core.range(7)
-        old.map(0, 4)
-        core.occupy(stream, 0.05)
-        old.retire(0, 4)
-        new.map(0, 7)
-        assert core.created() == 8
-        assert core.pages()["kv"] == 7

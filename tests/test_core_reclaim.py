@@ -15,54 +15,9 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
-from . import core as cores
-from .core import PAGE, Core, Gate, behind, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, make, opened, physical, refused, write
+from .entries import Layer, fill, keys, layer
 from .faulting import arm, faults_at_every_call
-
-
-@dataclass
-class Layer:
-    """Weights in pages of their own, each page full of another byte, and a twin that has no pages at first."""
-
-    core: Core
-    group: _native.Group
-    range: _native.Range
-    twin: _native.Range
-    value: int
-
-    def entry(self, key: int, sources: list[_native.Source] | None = None) -> _native.Entry:
-        return key, self.group, [(self.range, 0, self.range.pieces, self.twin, 0, sources or [])]
-
-    def clean(self) -> Layer:
-        """Makes the twin of a range."""
-        self.twin.map_host(0, self.twin.pieces)
-        fill(self.twin, self.value)
-        return self
-
-    @property
-    def place(self) -> str | None:
-        (place,) = {behind(self.range.address + piece * PAGE)[0] for piece in range(self.range.pieces)}
-        return place
-
-    def intact(self) -> bool:
-        return all(holds(self.range.address + piece * PAGE, self.value + piece) for piece in range(self.range.pieces))
-
-
-def fill(one: _native.Range, value: int) -> None:
-    for piece in range(one.pieces):
-        write(one.address + piece * PAGE, value + piece)
-
-
-def layer(core: Core, pieces: int = 2, value: int = 1, group: _native.Group | None = None) -> Layer:
-    group = group or core.device.group()
-    pages, twin = core.range(pieces, "weights", group, mapped=pieces), core.range(pieces, "weights", group)
-    made = Layer(core, group, pages, twin, value)
-    fill(made.range, value)
-    return made
-
-
-def keys(core: Core) -> list[int]:
-    return [key for _, key, _ in core.device.taken()]
 
 
 @pytest.fixture
@@ -131,7 +86,7 @@ def test_a_page_that_moved_is_the_same_page_and_is_copied_apart_from_those_besid
 
 def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: tuple[mmap.mmap, bytes]) -> None:
     held, _ = memory
-    stranger = cores.make(PAGE, 2)
+    stranger = make(PAGE, 2)
     with opened(budget=6) as core:
         one, two = layer(core), layer(core)
         far = stranger.reserve(2 * PAGE, "weights", stranger.group())
@@ -261,7 +216,7 @@ def test_another_entry_stands_in_for_one_that_fails() -> None:
         assert one.intact()
 
 
-def test_nothing_is_taken_while_a_graph_is_captured(gate: Gate) -> None:
+def test_entries_stay_while_a_graph_is_captured(gate: Gate) -> None:
     with opened(budget=4, path=gate.path) as core:
         one = layer(core)
         core.range(2, mapped=2)
@@ -277,7 +232,7 @@ def test_nothing_is_taken_while_a_graph_is_captured(gate: Gate) -> None:
         assert keys(core) == [1]
 
 
-def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
+def test_pages_taken_beyond_the_need_of_one_thread_serve_another() -> None:
     """Several ask at the same moment and there is one entry, with a page for each."""
     threads = 4
     with opened(budget=threads) as core, ThreadPoolExecutor(threads) as pool:
@@ -318,23 +273,6 @@ def three(core: Core, pieces: int = 4) -> list[Layer]:
     return [layer(core, pieces, value, group) for value in (10, 20, 30)]
 
 
-def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_turns(core: Core) -> None:
-    layers = three(core)
-    divisible(core, *layers)
-    wanted = core.device.available + 4
-    core.range(wanted).map(0, wanted)
-    assert where(*layers) == ["aadd", "addd", "addd"]
-    assert [(key, pages) for _, key, pages in core.device.taken()] == [(7, 4)]
-    assert core.device.published == [7]
-    assert core.device.take([7], 3) == 3
-    assert where(*layers) == ["aaad", "aadd", "aadd"]
-    assert all(layer.intact() for layer in layers)
-    assert core.device.take([7]) == 5
-    assert core.device.published == []
-    assert all(layer.intact() for layer in layers)
-    core.device.check()
-
-
 def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core) -> None:
     layers = three(core)
     layers[2].clean()
@@ -348,7 +286,7 @@ def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core
     assert all(layer.intact() for layer in layers)
 
 
-def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
+def test_divisible_entry_with_a_buffer_is_refused(core: Core) -> None:
     one = layer(core)
     with pytest.raises(BallonetError, match="divisible"):
         core.device.publish([(7, one.group, [(one.range, 0, 2, None, 0, [])])], {7: 1})

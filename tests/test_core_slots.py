@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError
 
-from .core import PAGE, Core, Gate, all_calls, backings, behind, calls, holds, opened, physical, write
-from .faulting import arm, faults_at_every_call
+from .core import PAGE, Core, Gate, all_calls, backings, behind, calls, eventually, holds, opened, write
+from .faulting import arm, disarm, faults_at_every_call
 
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
     return core.range(pieces, "weights", mapped=pieces, value=value)
 
 
-def test_what_cannot_be_led_elsewhere_is_refused(core: Core) -> None:
+def test_pieces_that_cannot_be_led_elsewhere_are_refused(core: Core) -> None:
     one, slot = layer(core), layer(core)
     bare = core.range(2, "weights")
     with pytest.raises(BallonetError, match="does not lead to another"):
@@ -37,23 +39,6 @@ def test_what_cannot_be_led_elsewhere_is_refused(core: Core) -> None:
     assert not slot.move(0, "host"), "it would leave the alias behind"
     assert not one.move(0, "host")
     assert backings(one) == ["alias", "device"]
-
-
-def test_a_layer_rests_on_its_twin() -> None:
-    """The layer's addresses lead to the host: slow, and valid, also for writing."""
-    with opened(budget=4) as core:
-        one, slot, on_host = layer(core), layer(core, value=9), twin(core, 4)
-        assert one.alias(0, on_host, 0, 2)
-        assert core.pages()["weights"] == 2
-        assert [behind(one.address + piece * PAGE)[0] for piece in (0, 1)] == ["host", "host"]
-        assert holds(one.address, 4, 2 * PAGE)
-        write(one.address, 5)
-        assert holds(on_host.address, 5)
-        core.device.check()
-        assert one.alias(0, slot, 0, 2)
-        assert holds(one.address, 9, 2 * PAGE)
-        assert one.alias(0, on_host, 0, 2)
-        assert holds(one.address, 5)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -222,19 +207,109 @@ def test_where_a_stream_cannot_be_made_to_wait_the_host_does() -> None:
         assert holds(slot.address, 6)
 
 
-def test_memory_of_the_process_can_be_copied_from(core: Core) -> None:
-    slot = layer(core)
-    source = ctypes.create_string_buffer(b"\x05" * PAGE, PAGE)
-    transfer = _native.Transfer(core.device)
-    transfer.copy([(slot.address, ctypes.addressof(source), PAGE)], after=0, owner="weights", to="device").wait()
-    assert holds(slot.address, 5)
+# -- pages that come to other addresses with their bytes, and who reads there meanwhile
 
 
-def test_a_stream_of_copies_goes_with_its_last_copy(core: Core) -> None:
-    slot, on_host = layer(core), twin(core, 6)
-    done = copied(core, slot, on_host)
-    done.wait()
-    del done
-    slot.close()
-    core.device.reap(wait=True)
-    assert physical() == 0 or core.pages()["free"] == 2
+COUNT = 3
+MANY = 256  # pages: their comparison takes longer than a thread takes to wake up
+LIBC = ctypes.CDLL(None)
+
+
+class LedLayer:
+    """Leads to the host, with the same bytes in device pages of another range; each page has a byte of its own."""
+
+    def __init__(self, core: Core, count: int = COUNT) -> None:
+        self.count = count
+        self.group = core.device.group()
+        self.range = core.range(self.count, "weights", self.group)
+        self.twin = core.range(self.count, "weights", self.group)
+        self.twin.map_host(0, self.count)
+        self.write(self.twin)
+        self.range.alias(0, self.twin, 0, self.count)
+        self.spare = core.range(self.count, "weights", self.group)
+        self.fill()
+
+    def fill(self) -> None:
+        self.spare.map(0, self.count)
+        self.write(self.spare)
+        self.pages = self.pages_of(self.spare)
+
+    def write(self, some: _native.Range) -> None:
+        for n in range(self.count):
+            write(some.address + n * PAGE, n % 256)
+
+    def pages_of(self, some: _native.Range) -> list[int]:
+        return [some.page(n) for n in range(self.count)]
+
+    def adopt(self) -> bool:
+        return self.range.adopt(0, self.spare, 0, self.count)
+
+    def leave(self) -> bool:
+        return self.range.alias(0, self.twin, 0, self.count)
+
+
+def test_pages_that_cannot_be_adopted_are_refused(core: Core) -> None:
+    layer = LedLayer(core)
+    with pytest.raises(BallonetError, match="another group"):
+        layer.range.adopt(0, core.range(COUNT, "weights", core.device.group()), 0, COUNT)
+    with pytest.raises(BallonetError, match="does not lead to another range"):
+        layer.spare.adopt(0, layer.range, 0, COUNT)
+    with pytest.raises(BallonetError, match="no device page of its own"):
+        layer.range.adopt(0, layer.twin, 0, COUNT)
+    view = layer.spare.tensor(0, (PAGE,), (1,), 1, 8)
+    assert not layer.adopt(), "a tensor shows the page where it is"
+    del view
+    assert layer.adopt()
+
+
+def test_pages_come_with_their_bytes_and_a_failure_leaves_them_where_they_were() -> None:
+    for layer, done in faults_at_every_call(LedLayer, LedLayer.adopt):
+        assert all(holds(layer.range.address + n * PAGE, n) for n in range(COUNT))
+        assert done or ({*backings(layer.range)} == {"alias"} and layer.adopt())
+        assert layer.pages_of(layer.range) == layer.pages
+        assert ({*backings(layer.range)}, {*backings(layer.spare)}) == ({"device"}, {"none"})
+        assert all(holds(layer.range.address + n * PAGE, n) for n in range(COUNT))
+
+
+@contextmanager
+def reading(address: int, right: bytes) -> Iterator[list[int]]:
+    """A thread that compares these bytes as often as it can, without the lock of the interpreter; what came of it."""
+    differences, done = [0], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            differences.append(LIBC.memcmp(ctypes.c_void_p(address), right, len(right)))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield differences
+    finally:
+        done.set()
+        thread.join(600)
+
+
+def test_bytes_can_be_read_while_their_pages_are_exchanged() -> None:
+    """By a thread that holds no lease, at any moment: where pages leave, come back, move, and where a driver fails."""
+    expected = b"".join(bytes([n]) * PAGE for n in range(MANY))
+    with opened(budget=2 * MANY, host_budget=2 * MANY) as core:
+        layer = LedLayer(core, MANY)
+        with reading(layer.range.address, expected) as differences:
+            exchange(layer, differences)
+        assert set(differences) == {0}
+
+
+def exchange(layer: LedLayer, differences: list[int]) -> None:
+    """Whatever moves pages, in twenty rounds; each is read."""
+    for n in range(20):
+        assert layer.adopt()
+        assert layer.range.move(n, "host")
+        assert layer.range.move(n, "device")
+        if n % 10 == 9:
+            arm("cuMemMap", 1 + n)
+            with suppress(BallonetError):
+                layer.leave()
+            disarm()
+        assert layer.range.leads_to(0) == "alias" or layer.leave()
+        layer.fill()
+        eventually(lambda n=n: len(differences) > n + 1)  # read in each round

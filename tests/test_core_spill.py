@@ -14,11 +14,9 @@ import ballonet
 from ballonet.allocator import _native, devices, install
 from ballonet.allocator.errors import ConfigError, InstallError, PoolExhausted
 
-from .core import PAGE, Core, Gate, all_calls, behind, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, all_calls, behind, entry, holds, opened, physical, refused, write
 from .faulting import faults_at_every_call
 from .pool import bytes_that_exist, in_pool
-from .test_core_heap import entry
-from .test_core_reclaim import keys, layer
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,7 @@ def spilled(core: Core) -> int:
     return pages
 
 
-def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
+def test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
     with opened(budget=4, host_budget=8, spill=True) as core:
         kv = core.range(4, mapped=4)
         keep, block = core.device.allocate(PAGE // 2), core.device.allocate(4 * PAGE)
@@ -52,17 +50,6 @@ def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
         core.device.deallocate(again)
         core.device.reap(wait=True)
         assert spilled(core) == 0
-
-
-def test_entries_give_their_pages_before_anything_is_spilled() -> None:
-    with opened(budget=4, host_budget=8, spill=True) as core:
-        one = layer(core)
-        core.range(2).map(0, 2)
-        core.device.publish([one.entry(1)])
-        block = core.device.allocate(2 * PAGE)
-        assert (keys(core), spilled(core), place(block, 2 * PAGE)) == ([1], 0, {"device"})
-        core.device.allocate(2 * PAGE)
-        assert (spilled(core), one.intact()) == (2, True)
 
 
 @pytest.mark.parametrize("size", [6, 30, 2**40 // PAGE])
@@ -192,7 +179,7 @@ def test_a_warning_that_is_an_error_harms_nobody(pool: _native.Device, monkeypat
     assert raised == [RuntimeWarning]
 
 
-def test_it_can_be_turned_off(pool: _native.Device) -> None:
+def test_spilling_can_be_turned_off(pool: _native.Device) -> None:
     with pytest.raises(InstallError, match="spill"):
         ballonet.install(spill=False)
     ballonet.install(spill=True)

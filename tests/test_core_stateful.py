@@ -1307,7 +1307,7 @@ class AddressTable:
 
     def __init__(self, page: int) -> None:
         self.page = page
-        self.lines = outside.maps(0, 2**48, only=("---p", "memfd:ballonet"))
+        self.lines = outside.maps(0, 2**48, lambda line: "memfd:ballonet" in line or "---p 00000000 00:00 0" in line)
 
     def behind(self, address: int) -> tuple[str | None, str, int]:
         for one in self.lines:
@@ -1320,15 +1320,18 @@ class AddressTable:
         return next((one.place for one in self.lines if one.begin <= address < one.end), None)
 
 
-@pytest.mark.parametrize("about", ["faults", "calm", "giving"])
-@pytest.mark.parametrize("page", [4096, 65536])
-def test_anything_in_any_order(page: int, about: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "about", "examples"),
+    [(4096, "faults", 25), (4096, "calm", 25), (4096, "giving", 50), (65536, "faults", 12), (65536, "calm", 12)],
+)
+def test_anything_in_any_order(page: int, about: str, examples: int) -> None:
+    """With larger pages the heap packs otherwise; what entries give does not depend on that."""
     assert driver().is_standin
     machine = type("About", (Machine,), {"page": page, "faulty": about == "faults", "giving": about == "giving"})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("BALLONET_EXAMPLES", "25")) * (3 if about == "giving" else 1),
+            max_examples=max(1, examples * int(os.environ.get("BALLONET_EXAMPLES", "25")) // 25),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

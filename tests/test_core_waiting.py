@@ -22,11 +22,11 @@ from .core import (
     Core,
     Gate,
     current_context,
+    entry,
     eventually,
     opened,
 )
-from .test_core_heap import entry
-from .test_core_reclaim import Layer
+from .entries import Layer
 
 LOWER = "lower the budget"
 
@@ -134,7 +134,7 @@ def test_others_go_on_while_one_thread_waits(held: str, which: int, gate: Gate) 
         core.device.reap(wait=True)
 
 
-def test_what_is_retired_while_it_is_copied_is_not_moved(gate: Gate) -> None:
+def test_page_retired_while_it_is_copied_is_not_moved(gate: Gate) -> None:
     with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:
         one = weights(core)
         gate.close(COPIES)
@@ -166,7 +166,7 @@ def test_a_page_that_is_copied_from_meanwhile_is_not_moved(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("what", ["range", "twin"])
-def test_what_is_closed_while_its_twin_is_filled_is_not_taken(what: str, gate: Gate) -> None:
+def test_range_closed_while_its_twin_is_filled_is_not_taken(what: str, gate: Gate) -> None:
     with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:
         group = core.device.group()
         range_, twin = weights(core, 2, group), core.range(2, "weights", group)

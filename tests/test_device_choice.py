@@ -9,7 +9,7 @@ import pytest
 
 from ballonet.allocator import defaults, device_choice, devices, info, ram
 from ballonet.allocator.config import Config
-from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, NotInstalled
+from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable
 
 from .core import shim
 
@@ -86,25 +86,6 @@ def test_host_budgets() -> None:
     rest = device_choice.host_budget(Config(budget=2**29), "standin", PAGE)
     assert rest == pytest.approx((ram.available() - 2**29) / 2, rel=0.25)
     assert device_choice.host_budget(Config(budget=2**60), "standin", PAGE) == 0
-
-
-def test_a_device_has_one_runtime() -> None:
-    assert devices.current() is None
-    with pytest.raises(NotInstalled):
-        devices.require()
-    with pytest.raises(NotInstalled):
-        devices.of()
-    started = devices.start(SMALL)
-    try:
-        assert devices.current() is devices.of() is started
-        assert devices.require() is started.device
-        assert started.settings == dataclasses.replace(SMALL, spill=True)
-        with pytest.raises(InstallError, match="already"):
-            devices.start(SMALL)
-    finally:
-        devices.stop()
-    assert devices.current() is None
-    devices.stop()  # of nothing
 
 
 def test_a_device_in_use_is_not_closed() -> None:

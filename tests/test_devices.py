@@ -132,7 +132,7 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
         assert (pages(runtime, "weights"), pages(runtime, "kv")) == (0, 0)
 
 
-def test_who_is_short_takes_from_its_own_runtime(two: tuple[Runtime, Runtime]) -> None:
+def test_shortage_takes_from_its_own_runtime(two: tuple[Runtime, Runtime]) -> None:
     first, second = two
     model = models.build("llama")
     expected = say(model).sequences
@@ -163,6 +163,9 @@ def test_a_runtime_ends_and_the_other_goes_on(tuned: Tuned) -> None:
     devices.stop(1)
     devices.stop(0)
     assert devices.every() == ()
+    devices.stop()  # of nothing
+    with pytest.raises(NotInstalled):
+        devices.require()
 
 
 def test_a_cache_outlives_the_runtime_that_it_was_made_for(two: tuple[Runtime, Runtime]) -> None:

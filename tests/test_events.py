@@ -42,7 +42,7 @@ class Core:
 
 
 @given(EVENTS)
-def test_what_nobody_predicted_is_expected_to_take_as_long_as_before(events: list[LoggedEvent]) -> None:
+def test_event_nobody_predicted_is_expected_to_take_as_long_as_before(events: list[LoggedEvent]) -> None:
     log = Events()
     for event in events:
         log.add(replace(event, predicted=None))
@@ -107,7 +107,7 @@ def summed(counts: dict[str, dict[str, Count]]) -> dict[tuple[str, str], Count]:
     return {(lever, verb): count for lever, verbs in counts.items() for verb, count in verbs.items()}
 
 
-def test_what_the_core_did_is_named_once_whoever_listens() -> None:
+def test_event_of_the_core_is_named_once_whoever_listens() -> None:
     here = threading.get_ident()
     core = Core(
         (5, "take", 3, 77, here, 2_000_000),

@@ -170,7 +170,7 @@ def test_copies_bring_every_byte_to_its_place_and_none_elsewhere(data: st.DataOb
         assert not beside or right.start % piece == 0
 
 
-def test_what_lies_between_decides_whether_neighbours_are_one_copy(tmp_path: Path) -> None:
+def test_bytes_between_decide_whether_neighbours_are_one_copy(tmp_path: Path) -> None:
     """Equally far apart on both sides they are: over padding they come together, over a tensor of others not."""
     paths = [weights.write(tmp_path / f"w{n}", {"a": 700, "small": 324, "b": 512, "c": 512}) for n in range(2)]
     one, other = (WeightsFile(path) for path in paths)
@@ -251,7 +251,7 @@ def test_a_failure_at_any_call_is_survived(tmp_path: Path) -> None:
         assert use(scene)
 
 
-def test_what_is_dropped_is_unregistered_even_where_the_driver_refuses_once(tmp_path: Path) -> None:
+def test_dropped_twin_is_unregistered_even_where_the_driver_refuses_once(tmp_path: Path) -> None:
     path = weights.write(tmp_path / "w", {"a": 10 * PAGE})
     with opened() as core:
         made = FileBackings(core.device, PIECE)
@@ -412,7 +412,7 @@ def test_a_change_at_any_moment_is_a_typed_error_and_no_signal(tmp_path: Path) -
         assert rest == ["WeightsFileChanged"] * 5 + ["used", "used"], change
 
 
-def test_who_does_not_look_hears_of_it_from_the_stand_in(tmp_path: Path) -> None:
+def test_change_that_nobody_looks_for_is_told_by_the_stand_in(tmp_path: Path) -> None:
     """The copy fails, its destination is poison, and everything works on."""
     path = weights.write(tmp_path / "w", {"a": 10 * PAGE})
     with twins(path) as (core, made, file):

@@ -199,20 +199,18 @@ def test_closing_takes_the_patches_out_exactly() -> None:
     assert weight_pages() == 0
 
 
-def test_transformers_is_not_imported_and_is_patched_when_it_is() -> None:
+def test_transformers_is_not_imported_and_a_module_is_patched_when_it_is() -> None:
     code = """
-        import sys
+        import importlib, importlib.util, sys
         from ballonet.hooks.programs.first_use import _AfterImport
         assert "transformers" not in sys.modules or not hasattr(sys.modules["transformers"], "modeling_utils")
         called = []
-        sys.meta_path.insert(0, _AfterImport({"transformers.generation.utils": called.append}))
-        import importlib.util
-        importlib.util.find_spec("transformers.generation.utils")  # looking is not importing
+        sys.meta_path.insert(0, _AfterImport({"xmlrpc.client": called.append}))
+        importlib.util.find_spec("xmlrpc.client")  # looking is not importing
         assert called == []
-        from transformers import GenerationMixin
-        assert [module.__name__ for module in called] == ["transformers.generation.utils"]
-        assert called[0].GenerationMixin is GenerationMixin
-        import importlib
+        from xmlrpc.client import Marshaller
+        assert [module.__name__ for module in called] == ["xmlrpc.client"]
+        assert called[0].Marshaller is Marshaller
         importlib.reload(called[0])
         assert len(called) == 1
     """

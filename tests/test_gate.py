@@ -32,10 +32,12 @@ from ballonet.hooks.programs.first_use import FirstUse
 from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 
+from .core import eventually
 from .faulting import at_each_line
 from .models import build, logits, prompts
 from .pool import tiny_layers
 from .portrait import Portrait, none_in_pool
+from .threads import ActingThread
 from .tuned import Tuned
 
 BUDGET = 2**22
@@ -67,30 +69,6 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-class Thread(threading.Thread):
-    """Does something; `result()` gives what came of it."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._act = act
-        self._found: list[Any] = []
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._found.append(self._act())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self.join(LONG)
-        assert not self.is_alive(), "it hangs"
-        if self._error is not None:
-            raise self._error
-        return self._found.pop()
-
-
 class Held:
     """A thread whose forward stops in a module until `go_on` is set."""
 
@@ -104,7 +82,7 @@ class Held:
             self._stopped = threading.get_ident()
             return act()
 
-        self.thread = Thread(run)
+        self.thread = ActingThread(run)
 
     def _stop(self, *_: Any) -> None:
         if threading.get_ident() == self._stopped:
@@ -122,13 +100,6 @@ class Held:
         return answer
 
 
-def until(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not met():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
-
-
 def gate_of(module: nn.Module) -> Gate | None:
     """The one that is closed now."""
     return next((hook.gate for hook in module._forward_pre_hooks.values() if isinstance(hook, gates._Door)), None)
@@ -139,12 +110,12 @@ def leases_of(model: nn.Module) -> int:
     return 0 if managed is None else managed._weights.group.leases
 
 
-def waits_for_first_use(thread: Thread) -> bool:
+def waits_for_first_use(thread: ActingThread) -> bool:
     stack = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
     return not thread.is_alive() or any(frame.f_code is first_use._Taking.wait.__code__ for frame, _ in stack)
 
 
-def at_gate_or_over(module: nn.Module, thread: Thread) -> Callable[[], bool]:
+def at_gate_or_over(module: nn.Module, thread: ActingThread) -> Callable[[], bool]:
     def met() -> bool:
         gate = gate_of(module)
         return not thread.is_alive() or (gate is not None and thread.ident in gate._waiting)
@@ -175,7 +146,7 @@ def test_generate_goes_on_right_where_it_is_managed_between_two_forwards(model: 
         go_on.wait(LONG)
         return scores
 
-    generating = Thread(lambda: tokens(model, logits_processor=LogitsProcessorList([stop])))
+    generating = ActingThread(lambda: tokens(model, logits_processor=LogitsProcessorList([stop])))
     assert reached.wait(LONG)
     with ballonet.manage(model, interval=interval):
         assert torch.equal(tokens(model), expected)
@@ -192,15 +163,15 @@ class Beginning:
         self.layer = model.model.layers[3].mlp
         with torch.no_grad():
             self.expected = logits(model), self.layer(ROW)
-        self.begun = list[Thread]()
+        self.begun = list[ActingThread]()
         steps, inner = iter(range(99)), getattr(owner, move)
 
         def do(*arguments: Any) -> None:
             if next(steps) == at:
                 works = (lambda: logits(model), torch.no_grad()(lambda: self.layer(ROW)))
-                self.begun += [Thread(work) for work in works]
+                self.begun += [ActingThread(work) for work in works]
                 for module, thread in zip((model, self.layer), self.begun, strict=True):
-                    until(at_gate_or_over(module, thread))
+                    eventually(at_gate_or_over(module, thread))
                 assert all(started.is_alive() for started in self.begun)
             inner(*arguments)
 
@@ -214,7 +185,9 @@ class Beginning:
 
 
 @pytest.mark.parametrize("step", [0, 4, 8])
-def test_what_begins_while_weights_move_in_waits(model: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def test_forward_that_begins_while_weights_move_in_waits(
+    model: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     beginning = Beginning(model, monkeypatch, MoveIn, "do", step)
     leases = list[int]()
     handle = model.lm_head.register_forward_pre_hook(lambda *_: leases.append(leases_of(model)))
@@ -228,7 +201,7 @@ def test_what_begins_while_weights_move_in_waits(model: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("interval", "step"), [(None, 0), (None, 8), (1, 0), (1, 4)])
-def test_what_begins_while_weights_move_out_waits(
+def test_forward_that_begins_while_weights_move_out_waits(
     model: Any, monkeypatch: pytest.MonkeyPatch, interval: Any, step: int
 ) -> None:
     beginning = Beginning(model, monkeypatch, Weights, "_step_out", step)
@@ -254,12 +227,12 @@ def test_a_forward_that_passed_before_the_gate_closed_waits_for_release(
 
     def do(self: Weights, moved: Any) -> None:
         go_on.set()
-        until(at_gate_or_over(model, beginning))
+        eventually(at_gate_or_over(model, beginning))
         assert beginning.is_alive()
         move(self, moved)
 
     monkeypatch.setattr(managed._forwards, "_lease", stop)
-    beginning = Thread(lambda: logits(model))
+    beginning = ActingThread(lambda: logits(model))
     assert reached.wait(LONG)
     monkeypatch.setattr(Weights, "_step_out", do)
     managed.release()
@@ -308,21 +281,21 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, hasty: None) -
     def each_was_there(times: int) -> bool:
         return min(rounds) >= times or not all(user.is_alive() for user in users)
 
-    users = [Thread(partial(use, number)) for number in range(3)]
+    users = [ActingThread(partial(use, number)) for number in range(3)]
     try:
-        until(lambda: each_was_there(1))
-        for attempt in range(8):
+        eventually(lambda: each_was_there(1))
+        for interval in (1, 2, "auto", None):
             with turn:
                 managing.append(True)
                 turn.wait_for(lambda: not running)
-                managed = ballonet.manage(model, interval=(1, 2, "auto", None)[attempt % 4])
+                managed = ballonet.manage(model, interval=interval)
                 managing.clear()
                 turn.notify_all()
             while not managed.report().released:
                 with suppress(ModelInUse):
                     managed.release()
                 time.sleep(0.001)
-        until(lambda: each_was_there(2))
+        eventually(lambda: each_was_there(2))
     finally:
         over.set()
     for user in users:
@@ -347,12 +320,12 @@ def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeyp
     monkeypatch.setattr(first_use, "managed", manage)
     watching = FirstUse()
     try:
-        first = Thread(lambda: tokens(model))
+        first = ActingThread(lambda: tokens(model))
         assert paused.wait(LONG)
         model.model.layers[0].self_attn.register_forward_pre_hook(note, with_kwargs=True)
-        second = Thread(lambda: tokens(model))
-        inner = Thread(lambda: model.model(**INPUTS))
-        until(lambda: waits_for_first_use(second) and waits_for_first_use(inner))
+        second = ActingThread(lambda: tokens(model))
+        inner = ActingThread(lambda: model.model(**INPUTS))
+        eventually(lambda: waits_for_first_use(second) and waits_for_first_use(inner))
         assert kinds == []
         go_on.set()
         assert torch.equal(first.result(), expected)
@@ -370,7 +343,7 @@ def test_ctrl_c_anywhere_in_a_gate_leaves_it_open() -> None:
     with install.stock():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     before = Portrait(module)
-    for _ in at_each_line(nullcontext, lambda _: ballonet.manage(module).release(), gates, most=60, least=50):
+    for _ in at_each_line(nullcontext, lambda _: ballonet.manage(module).release(), gates, most=30, least=50):
         if (managed := managed_as(module)) is not None:
             managed.release()
         assert before.is_of(module)
@@ -388,9 +361,9 @@ def test_ctrl_c_anywhere_in_a_first_use_keeps_nobody_waiting(model: Any) -> None
             managed.release()
         assert none_in_pool(model)
 
-    for watching, done in at_each_line(begin, lambda _: logits(model), first_use, most=40, least=15):
+    for watching, done in at_each_line(begin, lambda _: logits(model), first_use, most=20, least=15):
         assert not watching._taking
-        assert same(Thread(lambda: logits(model)).result(), expected)
+        assert same(ActingThread(lambda: logits(model)).result(), expected)
         assert len(watching.managed) == 1 or not done
 
 
@@ -403,7 +376,7 @@ def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_lacks(model: Any
             closed.set()
             over.wait(LONG)
 
-    closing = Thread(close)
+    closing = ActingThread(close)
     assert closed.wait(LONG)
     if not (child := os.fork()):
         gate.wait()

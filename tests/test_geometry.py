@@ -133,15 +133,6 @@ def test_choose_never_overflows_and_groups_only_what_would_be_mostly_empty(
         assert g.layers == layers or not larger.int32_ok
 
 
-def test_longest_is_the_last_length_that_one_layer_can_have() -> None:
-    most = longest(8, 8, 128, 128, 2)
-    sizes = {"batch": 8, "heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21}
-    assert most == (INT32 - 1) // (8 * 8 * 256)
-    assert choose(layers=32, tokens=most, expected=1, alone=False, **sizes).layers == 1
-    with pytest.raises(ValueError, match="at most 131071 tokens"):
-        choose(layers=32, tokens=most + 1, expected=1, alone=False, **sizes)
-
-
 def highest(g: Geometry) -> int:
     """The largest element index that any view of the geometry reaches, counted from the view's own first element."""
     return max(

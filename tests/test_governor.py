@@ -66,7 +66,7 @@ def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: l
 # -- Oneiros: when
 
 
-def test_nothing_is_taken_while_pages_are_free() -> None:
+def test_no_layer_is_taken_while_pages_are_free() -> None:
     """Oneiros, when: on exhaustion, not before."""
     device, governor, _, (a, b) = governed(120, {}, {})
     for _ in range(4):
@@ -193,7 +193,7 @@ def test_models_that_all_run_give_in_turns() -> None:
 # -- Oneiros: which layers, slots
 
 
-def test_what_was_taken_is_arranged_before_the_next_iteration() -> None:
+def test_layers_taken_are_arranged_before_the_next_iteration() -> None:
     """Oneiros, which layers: ⌊j·n/m⌋ again, whatever the core took; and no page beside those."""
     _device, governor, _, (a,) = governed(40, {"pages": (1,) * 32, "decode": 0.004})
     for _ in range(8):
@@ -230,7 +230,7 @@ def test_pages_that_were_short_in_between_are_not_to_spare() -> None:
     assert b.device_pages > 15
 
 
-def test_what_is_given_back_leaves_room_for_the_next_tokens() -> None:
+def test_layers_given_back_leave_room_for_the_next_tokens() -> None:
     device, governor, clock, (a,) = governed(64, {"pages": (8,) * 8, "decode": 1.0})
     a.step(governor, kv=16)
     a.step(governor)

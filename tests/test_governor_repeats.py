@@ -200,7 +200,7 @@ EVENTS = st.one_of(
 ROUNDS = st.tuples(st.integers(3, 48), st.sampled_from([1 / 64, 1 / 4]))
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(st.integers(1, 3), st.integers(0, 160), st.integers(0, 2), st.lists(st.tuples(EVENTS, ROUNDS), max_size=10))
 def test_a_repeated_answer_is_what_a_new_one_would_be(
     models: int, spare: int, caches: int, events: list[tuple[tuple[Callable[..., object], Any], tuple[int, float]]]
@@ -257,7 +257,9 @@ def test_where_nothing_happens_the_same_is_told_again(calm: World) -> None:
         (World.wait, (PAGES.dwell,)),
     ],
 )
-def test_what_happens_is_looked_at(calm: World, act: Callable[..., object], given_to_it: tuple[Any, ...]) -> None:
+def test_answer_is_made_anew_after_an_event(
+    calm: World, act: Callable[..., object], given_to_it: tuple[Any, ...]
+) -> None:
     assert told_again(calm, 2) == 2
     act(calm, *given_to_it)
     assert told_again(calm, 1) == 0

@@ -41,7 +41,7 @@ def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
     assert device.trace == []
 
 
-def test_what_requests_ask_is_a_limit_and_no_aim() -> None:
+def test_slo_of_requests_is_a_limit_and_no_aim() -> None:
     """Nothing streams because it may; what memory demands does, as long as that keeps what is asked. Layers come back
     where it does not and pages are free."""
     device, governor, _, (a,) = governed(60, {"tpot": 0.03, "decode": 0.005})
@@ -229,7 +229,7 @@ def test_admission(
         assert admission is not None, "below the time that it takes resident"
 
 
-def test_what_nobody_measured_is_admitted() -> None:
+def test_model_nobody_measured_is_admitted() -> None:
     device, governor, _, (a,) = governed(80, {"decode": None, "prefill": None, "tpot": 1e-9})
     assert governor.admit(FakeModel(device, "new", decode=None, tpot=1e-9), 40) is None
     assert "assumed" in a.step(governor).why
@@ -290,7 +290,7 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
             assert not ok or client.time(0, math.floor(part + 1e-6)) <= client.slo, client.name
 
 
-def test_what_was_offered_while_the_link_was_free_is_not_promised() -> None:
+def test_layers_offered_while_the_link_was_free_are_not_promised() -> None:
     """The other model offered layers, and cannot any more: other traffic has the link."""
     times = {"a": (0.016, 0.032), "b": (0.08, 0.16)}
     slos: dict[str, dict[str, Any]] = {"a": {"ttft": 0.048}, "b": {"tpot": 0.08}}
@@ -308,7 +308,7 @@ def test_what_was_offered_while_the_link_was_free_is_not_promised() -> None:
     assert b.step(governor).refusal is not None, "resident it would need more pages than there are"
 
 
-def test_what_an_slo_forbids_is_not_taken() -> None:
+def test_layers_that_an_slo_forbids_are_not_taken() -> None:
     device, governor, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
     governor.link.set_traffic(LINK)
     for client in (a, b):

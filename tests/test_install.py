@@ -19,7 +19,7 @@ from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavaila
 from ballonet.allocator.install import allocator, install, restore, stock
 
 from . import programs
-from .pool import in_pool
+from .pool import in_pool, take_out
 
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "host_budget": "1MiB", "device": "cpu"}
 
@@ -180,7 +180,7 @@ def cycle():
 first, second = cycle(), cycle()
 stopped = attempts = 0
 for function in second:
-    for call in faulted(function, second[function] - first[function]):
+    for call in faulted(function, second[function] - first[function], 6):
         os.environ["BALLONET_FAULT"] = ""
         while devices.current() is not None:
             ballonet.restore()
@@ -258,3 +258,18 @@ def test_there_is_no_cuda_allocator_without_cuda() -> None:
     install(**SMALL)
     with pytest.raises(InstallError, match="install"):
         allocator()
+
+
+def test_frozen_garbage_is_collected_as_the_pool_is_taken_out() -> None:
+    """As between the modules of these tests."""
+    install(**SMALL)
+    tensor = torch.ones(1000)
+    cycle: list[object] = [tensor]
+    cycle.append(cycle)
+    gc.freeze()
+    del tensor, cycle
+    gc.collect()
+    restore()
+    assert devices.current() is not None
+    take_out(patience=0.1)
+    assert devices.current() is None

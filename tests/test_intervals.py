@@ -38,7 +38,7 @@ class Device:
         self.held -= {*marks}
 
 
-def test_nothing_is_known_before_the_device_gets_there() -> None:
+def test_interval_is_unknown_before_the_device_gets_there() -> None:
     device = Device(work=0.25)
     intervals = Intervals[str](device, lambda: 0.0, PENDING)
     assert [intervals.begin(name) for name in "abcd"] == [[]] * 4  # the host runs ahead

@@ -33,17 +33,6 @@ def test_the_worked_example() -> None:
     assert split(10, block, 100 * block, []) == Split(0, 10)
 
 
-def test_a_double_buffer_halves_what_the_device_holds_of_a_layer() -> None:
-    assert split(10, 4, 100 * 4, [10**6], slots=1) == Split(100, 0)
-    assert split(10, 4, 100 * 4, [10**6], slots=2) == Split(50, 0)
-    assert split(10, 4, 100 * 4, [9 * 40, 8 * 40], slots=2) == Split(17, 6)
-
-
-def test_the_regular_cache_is_never_less_than_nothing() -> None:
-    assert split(10, 4, 99 * 4, [100 * 40]) == Split(99, 0)
-    assert split(10, 4, 3, [100 * 40]) == Split(0, 0)
-
-
 SMALL = st.integers(1, 3)
 
 
@@ -90,7 +79,7 @@ def chosen(layers: list[LayerReads], free: int, rows: int = 1, copy: float = 0.0
     return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, tuning=KVReads(copy=copy, in_place=in_place))
 
 
-def test_what_fits_is_restored_and_arrives_while_layers_compute() -> None:
+def test_pages_that_fit_are_restored_and_arrive_while_layers_compute() -> None:
     layers = [LayerReads(4, rest=8 * SECONDS)] * 10
     choice = chosen(layers, free=40)
     assert (choice.way, choice.streamed, choice.slots, choice.pages) == (Way.RESIDENT, 0, 0, 40)

@@ -112,7 +112,7 @@ def test_a_block_without_bytes_or_given_twice_is_refused(blocks: list[Block]) ->
         place(blocks, 4096)
 
 
-def test_nothing_takes_nothing() -> None:
+def test_layout_of_no_blocks_takes_no_page() -> None:
     layout = place([], 4096)
     assert (layout.pages, layout.payload, layout.waste, list(layout.steps())) == (0, 0, 0, [])
     assert layout.spare(sources=True, working=3) == 3

@@ -61,19 +61,6 @@ def test_up_is_rounded_up_and_down_is_rounded_down(blocks: int, needed: int, wor
 # -- the window
 
 
-def test_what_counts_is_what_is_in_use_at_once() -> None:
-    """Two requests of 30 blocks side by side need 60, where the paper's longest request says 30."""
-    window = Window(60)
-    window.use(0, 30)
-    window.use(1, 60)
-    window.use(2, 30)
-    window.use(3, 0)
-    assert window.most(3) == 60
-    assert window.most(62) == 60, "it was in use until 2"
-    assert window.most(62.5) == 30
-    assert window.most(64) == 0
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 12))
 def test_the_window_against_all_that_ever_was(steps: list[tuple[int, int, bool]], seconds: int) -> None:
     window, now = Window(seconds), 0
@@ -129,7 +116,7 @@ ACCOUNTS = st.lists(
 
 
 @given(ACCOUNTS, st.integers(0, 80), st.integers(1, 40))
-def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
+def test_dues_make_reserves_whole_and_take_no_more(accounts: list[Account], free: int, most: int) -> None:
     """By all amounts that those who borrow could give, one after the other: the first that makes reserves whole."""
     dues = due(accounts, free, most)
     missing = max(0, sum(max(0, account.reserve - account.held) for account in accounts) - free)
@@ -158,7 +145,7 @@ def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["use", "keep", "rest"]), st.integers(0, 40)), max_size=60),
     st.lists(st.integers(1, 6), min_size=3, max_size=3),
 )
-def test_who_lends_whom_over_random_traces(trace: list[tuple[int, str, int]], blocks: list[int]) -> None:
+def test_lending_over_random_traces_takes_no_page_in_use(trace: list[tuple[int, str, int]], blocks: list[int]) -> None:
     """Three models in a pool of 120 pages: requests come and go, what they leave is kept. What is in use is never
     taken; a request gets its pages unless others use them; and what is kept lies in nobody's reserve."""
     total, most = 120, 15

@@ -66,12 +66,12 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def test_what_a_gpu_receives(nvml: FakeNvml) -> None:
+def test_bytes_that_a_gpu_receives_are_those_of_nvml(nvml: FakeNvml) -> None:
     assert [link.received("GPU-a") for _ in range(3)] == [3000 * 1024] * 3
     assert nvml.opened == 1
 
 
-def test_what_a_link_is(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_is_described_by_nvml(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.described("GPU-a") == "PCIe 5 x16"
     assert link.driver("GPU-a") == "580.65.06"
     assert link.described("GPU-virtual") == link.driver("none") == ""
@@ -146,7 +146,7 @@ def test_the_speed_of_the_link(rate: float, budget: int, host: int) -> None:
         assert most <= max(rate / 10, 2**20), "a slow link is not kept for long"
 
 
-def test_what_disturbs_a_measurement_does_not_count() -> None:
+def test_disturbed_measurement_does_not_count() -> None:
     with opened(budget=512, host_budget=512) as core:
         quiet = Tape(core, 1e9, look=1e-4)
         bandwidth = link.measure(core.device, quiet)
@@ -208,7 +208,7 @@ class Beside:
         self.now = max(self.now, until)
 
 
-def test_what_work_loses_beside_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_work_loses_beside_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(budget=64, host_budget=64) as core:
         before, beside = held(core), Beside()
         monkeypatch.setattr(link, "Transfer", lambda device: beside)

@@ -180,7 +180,7 @@ ACTS: dict[str, Act] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ACTS)
-def test_what_is_done_to_a_model_that_streams_does_what_it_does_to_stock(name: str) -> None:
+def test_operation_on_a_model_that_streams_does_what_it_does_to_stock(name: str) -> None:
     model, twin = build(attention_dropout=0.0), build(attention_dropout=0.0)
     managed = stream(model)
     outcome = ACTS[name](model)
@@ -469,7 +469,7 @@ def adapted(peft: Any, *models: Any) -> list[Any]:
 
 def test_adapters_are_merged_into_whatever_streams(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many layers and slots: the weights are those of stock, byte for byte, and so they stay."""
-    for m, slots in ((1, 1), (2, 2), (3, 3), (4, 1), (4, 2)):
+    for m, slots in ((1, 1), (3, 3), (4, 2)):
         monkeypatch.setattr(
             plan, "at_interval", lambda pages, _, m=m, slots=slots: plan.streaming(pages, plan.spread(pages, m), slots)
         )

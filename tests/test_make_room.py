@@ -85,7 +85,7 @@ def test_a_budget_far_below_is_met_in_one_step(answered: bool) -> None:
         assert torch.allclose(logits(model), expected, atol=1e-4)
 
 
-def test_what_nothing_could_give_is_refused_before_the_time_is_up() -> None:
+def test_budget_that_nothing_could_meet_is_refused_before_the_time_is_up() -> None:
     taken = torch.ones(BUDGET // 8)
     with pytest.raises(BudgetInUse, match="cannot be moved") as refused:
         ballonet.set_budget(BUDGET // 4, timeout="60s")

@@ -86,7 +86,7 @@ def test_every_weight_of_a_loaded_model(tmp_path: Path, name: str, shard: str) -
     assert all(shows(span, named[key]) for key, span in spans.items())
 
 
-def test_what_was_converted_is_no_view(tmp_path: Path) -> None:
+def test_converted_weight_is_no_view(tmp_path: Path) -> None:
     model = loaded(tmp_path, "mixtral")
     spans = file_spans(members(model, ()))
     missing = {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in spans}

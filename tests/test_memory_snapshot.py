@@ -229,7 +229,7 @@ def test_of_layers_that_stream_the_slots_are_there(tuned: Tuned) -> None:
     managed.release()
 
 
-def test_what_is_spilled_is_said_and_no_page_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilled_pages_are_told_and_no_page_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "_warned", False)  # by another test of this process
     ballonet.install(budget=16 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu", spill=True)
     with pytest.warns(RuntimeWarning, match="lies on host pages"):
@@ -275,7 +275,7 @@ def test_pages_add_up_while_others_change_them() -> None:
             thread.join()
 
 
-def test_it_needs_a_pool_and_a_file_that_can_be_written(tmp_path: Path) -> None:
+def test_snapshot_needs_a_pool_and_a_file_that_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(NotInstalled, match="install"):
         ballonet.snapshot()
     ballonet.install(budget=64 * PAGE, page_size=PAGE, device="cpu")
@@ -299,7 +299,7 @@ HISTORY: dict[str, Any] = {
 }
 
 
-def test_what_torch_recorded_is_taken_over() -> None:
+def test_history_that_torch_recorded_is_taken_over() -> None:
     rows: list[Any] = [
         (64, 192, (0, 0), True, [(64, 128, 100, "allocated"), (192, 64, 0, "free")], "activations", 7),
         (4096, 4096, (0, 0), False, [(4096, 4096, 4096, "allocated")], "weights", 0),

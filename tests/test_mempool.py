@@ -256,7 +256,7 @@ def test_a_route_that_cannot_be_opened_leaves_nothing(
     assert devices.current() is None
 
 
-def test_what_decides_between_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_of_cuda_decides_between_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     from ballonet.allocator import pluggable
 
     monkeypatch.setattr(torch._C, "_cuda_getAllocator", lambda: None, raising=False)

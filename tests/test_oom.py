@@ -46,7 +46,7 @@ def test_the_error_is_torchs_and_says_what_to_do(device: _native.Device) -> None
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_it_names_the_smallest_budget_that_would_do(device: _native.Device, fits: bool) -> None:
+def test_error_names_the_smallest_budget_that_would_do(device: _native.Device, fits: bool) -> None:
     keep = [torch.zeros(2**19), torch.zeros(2**17)]
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(BUDGET - 2**18, dtype=torch.uint8)
@@ -66,7 +66,7 @@ def test_a_budget_beyond_the_machine_is_refused(device: _native.Device) -> None:
         device_choice.open_device(Config(device="cpu", budget=999 * 2**40))
 
 
-def test_that_no_gpu_was_found_is_said_where_torch_could_use_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_said_where_torch_could_use_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.warns(UserWarning, match="found no GPU that torch can use"):
         install(budget=BUDGET, page_size=PAGE)
@@ -78,7 +78,7 @@ def test_that_no_gpu_was_found_is_said_where_torch_could_use_one(monkeypatch: py
     restore()
 
 
-def test_what_fails_leaves_no_page_behind(device: _native.Device) -> None:
+def test_operator_that_fails_leaves_no_page_behind(device: _native.Device) -> None:
     def pages() -> dict[str, int]:
         device.trim()
         device.reap(wait=True)
@@ -100,7 +100,7 @@ def test_an_absurd_size_is_out_of_memory(device: _native.Device, size: int) -> N
         torch.empty(size, dtype=torch.uint8)
 
 
-def test_it_is_raised_in_the_thread_that_asked(device: _native.Device, other: Other) -> None:
+def test_error_is_raised_in_the_thread_that_asked(device: _native.Device, other: Other) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         other.does(lambda: torch.empty(2 * BUDGET, dtype=torch.uint8))
     assert torch.ones(10).sum() == 10

@@ -147,7 +147,7 @@ TestIndexed = Indexed.TestCase
 
 @given(st.lists(st.tuples(PATHS, st.booleans()), max_size=30), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_what_goes_by_odds_are_leaves_that_nobody_pinned(
+def test_blocks_evicted_by_odds_are_leaves_that_nobody_pinned(
     requests: list[tuple[list[Hashable], bool]], room: int
 ) -> None:
     index = Index(room)
@@ -177,7 +177,7 @@ def test_what_goes_by_odds_are_leaves_that_nobody_pinned(
     ],
     ids=range(4),
 )
-def test_what_does_not_make_sense_is_refused(what: Callable[[], object], error: type[Exception], says: str) -> None:
+def test_calls_that_make_no_sense_are_refused(what: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         what()
 
@@ -262,12 +262,12 @@ def documents(seed: int, count: int = 1500) -> list[list[Hashable]]:
     return requests
 
 
-def test_what_is_read_once_does_not_drive_out_what_is_read_often() -> None:
+def test_blocks_read_once_do_not_drive_out_those_read_often() -> None:
     trace = documents(0)
     assert replay(trace, 220, Odds()) > 2 * replay(trace, 220, Recency()) > 0
 
 
-def test_what_goes_round_is_not_all_lost() -> None:
+def test_blocks_that_go_round_are_not_all_lost() -> None:
     trace = [[(n % 30, block) for block in range(4)] for n in range(900)]
     assert replay(trace, 100, Recency()) == 0.0
     assert replay(trace, 100, Odds()) > 0.1
@@ -304,7 +304,7 @@ def test_before_anything_is_known_odds_are_least_recently_used() -> None:
     assert one.evict(2) == other.evict(2) == [("ab", "b"), ("ab", "a")]
 
 
-def test_what_was_counted_long_ago_weighs_less() -> None:
+def test_use_counted_long_ago_weighs_less() -> None:
     policy = Odds(BlockOdds(learned=10))
     index = Index(None, policy)
     index.insert("a", 1)
@@ -315,7 +315,7 @@ def test_what_was_counted_long_ago_weighs_less() -> None:
     assert index.match("a") == 1
 
 
-def test_what_is_remembered_of_blocks_that_are_gone() -> None:
+def test_uses_of_an_evicted_block_are_remembered_and_of_a_forgotten_one_not() -> None:
     policy = Odds()
     index = Index(10, policy)
     for n in (*range(500), 480):

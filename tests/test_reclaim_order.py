@@ -89,7 +89,7 @@ def test_no_part_of_the_list_goes_below_a_floor(
         )
 
 
-def test_what_costs_most_is_restored_first() -> None:
+def test_pages_that_cost_most_are_restored_first() -> None:
     every = [
         Absent(client, 1, seconds, active, priority, recency)
         for client, (active, seconds, priority, recency) in enumerate(
@@ -217,7 +217,7 @@ def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
     assert trace(device) == ["of nobody"] * 3 + ["of a"] * 3 + ["of b"] * 3
 
 
-def test_who_becomes_idle_moves_up_the_list() -> None:
+def test_client_that_becomes_idle_moves_up_the_list() -> None:
     device, governor, clock, (a,) = governed(64, {})
     cache = FakeCache(device, governor, clock)
     a.step(governor)
@@ -230,7 +230,7 @@ def test_who_becomes_idle_moves_up_the_list() -> None:
     assert [client for client, _ in keys(device)] == [*["cache"] * 4, *["a"] * 7]
 
 
-def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:
+def test_pages_taken_are_not_offered_again_before_the_cache_knows() -> None:
     device, governor, clock, _ = governed(20)
     cache = FakeCache(device, governor, clock)
     cache.step(4)
@@ -326,7 +326,7 @@ def test_kv_that_is_read_in_place_is_restored_before_layers_that_hide() -> None:
     assert a.plan == Plan(EQUAL), "what was restored is no load that grows"
 
 
-def test_nothing_is_restored_once_pages_are_wanted_again() -> None:
+def test_restoring_ends_once_pages_are_wanted_again() -> None:
     device, governor, clock, _ = governed(20)
     cache = FakeCache(device, governor, clock)
     cache.step(8)

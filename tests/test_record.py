@@ -83,7 +83,7 @@ def test_a_time_counts_for_the_powers_of_two_above() -> None:
     assert record.with_bandwidth(7.0) == Record(KEY, 7.0, POINTS, record.lessons, record.recent)
 
 
-def test_nothing_below_what_was_measured_is_believed() -> None:
+def test_time_below_the_measured_one_is_not_believed() -> None:
     record = taught(*[(Point("decode", 1, 100), 0.001)] * 40)
     assert record.time("decode", 1, 128) == 0.02
     assert taught(*[(Point("decode", 1, 100), 0.5)] * 3).time("decode", 1, 128) == 0.5
@@ -101,7 +101,7 @@ def test_short_prompts_do_not_stand_for_long_ones() -> None:
     assert len(taught(*[(long, 0.8)] * 99).recent[long.corner]) == WINDOW
 
 
-def test_what_an_iteration_takes_as_a_rule() -> None:
+def test_typical_time_is_the_median_of_the_last_five() -> None:
     """The first one loads kernels; at most it takes as long, as a rule it does not."""
     there = Point("decode", 1, 1000)
     assert RECORD.typical(*there) is None
@@ -117,9 +117,7 @@ works = st.tuples(powers, powers, st.sampled_from([0.1, 0.2, 0.3, 0.9]))
 
 @given(st.lists(works, min_size=1, max_size=60), st.integers(1, 32), st.integers(1, 32))
 @example([(1, 1, 0.1), (1, 1, 0.2)], 1, 1)
-def test_what_was_learned_is_believed_once_two_say_so(
-    seen: list[tuple[int, int, float]], batch: int, length: int
-) -> None:
+def test_learned_time_is_believed_once_two_say_so(seen: list[tuple[int, int, float]], batch: int, length: int) -> None:
     """The second longest of the last `WINDOW` of a point, all of as much work; and it grows with work."""
     record = taught(*((Point("prefill", b, n), seconds) for b, n, seconds in seen))
     times: dict[tuple[int, int], list[float]] = {}
@@ -136,7 +134,7 @@ def test_what_was_learned_is_believed_once_two_say_so(
     assert more is None or more >= time
 
 
-def test_what_is_no_time_is_not_learned() -> None:
+def test_number_that_is_no_time_is_not_learned() -> None:
     for seconds in (0.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="positive"):
             RECORD.learned(Point("decode", 1, 1), seconds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.plan import Costs, Plan, fewest, spread, streaming
@@ -70,6 +70,7 @@ def freed(them: Sequence[Model]) -> int:
     return sum(step.freed for step in them)
 
 
+@settings(max_examples=60)
 @given(models(), st.integers(0, 120), st.integers(0, 40))
 def test_remapping_frees_what_is_wanted_or_all_that_the_caps_allow(them: list[Model], wanted: int, free: int) -> None:
     """Oneiros, when: nothing while pages are free. How many: up to the caps."""
@@ -116,8 +117,9 @@ def test_nobody_gives_before_those_in_front_of_it_are_at_their_caps(them: list[M
                     assert remap([earlier], 1, 0).freed == 0, (earlier.name, "could still give")
 
 
+@settings(max_examples=60)
 @given(models(), st.integers(0, 60))
-def test_what_is_given_back_fits_and_costs_no_time(them: list[Model], spare: int) -> None:
+def test_plan_given_back_fits_and_costs_no_time(them: list[Model], spare: int) -> None:
     for client in them:
         now = replace(client, plan=revert(client, spare) or client.plan)
         assert now.plan.device_pages <= client.plan.device_pages + spare

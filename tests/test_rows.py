@@ -39,17 +39,16 @@ KV slot reuse: of the mapped free slots the smallest that fits
   cpu test_core_cached_ranges.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more figure:decode
 inflate: free pages of activations become KV, and nothing is copied
-  cpu test_core_ranges.py::test_mapping_finds_what_retires_and_what_the_heap_does_not_need
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
   gpu figure:context
 deflate: the reverse, only when activations ask
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
-  cpu test_core_events.py::test_what_is_found_without_effort_is_no_event
+  cpu test_core_events.py::test_page_found_without_effort_is_no_event
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:oom
 pre-map, late unmap: the next page is mapped ahead, and unmapping is off the critical path
   cpu kv/test_tiers.py::test_the_next_page_is_mapped_before_it_is_needed
   cpu kv/test_tiers.py::test_pages_lie_ahead_just_in_time_and_never_more_than_allowed
-  cpu test_core_background.py::test_what_was_mapped_ahead_is_claimed_without_the_driver
+  cpu test_core_background.py::test_pages_mapped_ahead_are_claimed_without_the_driver
   cpu test_core_background.py::test_unmapping_is_no_business_of_who_retires
   cpu test_core_background.py::test_no_more_is_mapped_ahead_than_fifty_megabytes
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more
@@ -61,13 +60,13 @@ KV on the host: full pages are copied behind, taken in order, read in place, and
 # The ladder, which is of the design, not of a paper
 the ladder: one order, above every floor, and back without flapping
   cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
-  cpu test_reclaim_order.py::test_what_costs_most_is_restored_first
+  cpu test_reclaim_order.py::test_pages_that_cost_most_are_restored_first
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
-  cpu test_core_spill.py::test_it_goes_when_it_is_freed_and_device_pages_come_first_again
-  cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
+  cpu test_core_spill.py::test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again
+  cpu test_core_stateful.py::test_anything_in_any_order
   gpu gpu/test_balloon_core.py::test_what_is_spilled_computes_the_same figure:oom
 live budget: met with the driver, or refused with the number and nothing changed
   cpu test_core_stateful.py::test_anything_in_any_order
@@ -106,7 +105,7 @@ coordinator: the models of one link share its bandwidth, most host memory used, 
   gpu figure:slo
 # Oneiros
 when: pages of the cache are exhausted, not before
-  cpu test_governor.py::test_nothing_is_taken_while_pages_are_free
+  cpu test_governor.py::test_no_layer_is_taken_while_pages_are_free
   cpu test_remap.py::test_remapping_frees_what_is_wanted_or_all_that_the_caps_allow
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
@@ -130,15 +129,13 @@ one direction: weights are never copied back
   cpu streaming/test_streaming.py::test_tokens_equal_stock
   gpu gpu/test_remap_architectures.py::test_tokens_are_stocks figure:streaming
 reversion: pages that the cache leaves return to the weights
-  cpu test_remap.py::test_what_is_given_back_fits_and_costs_no_time
+  cpu test_remap.py::test_plan_given_back_fits_and_costs_no_time
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 # SwiftCache
 sizing: Eq. 1-5 in bytes, Eq. 5 never less than nothing; a double buffer halves what streams
   cpu test_layer_stream.py::test_the_worked_example test_layer_stream.py::test_no_other_split_stores_more
-  cpu test_layer_stream.py::test_the_regular_cache_is_never_less_than_nothing
-  cpu test_layer_stream.py::test_a_double_buffer_halves_what_the_device_holds_of_a_layer
   gpu gpu/test_prefix_sizes.py::test_a_cache_goes_to_the_limit figure:context
 layer stream: the load of layer j waits for attention j-1 and its store, and overlaps what follows
   cpu kv/test_stream.py::test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load
@@ -156,8 +153,8 @@ minimum unit: whole blocks of both models, and whole pages
   gpu gpu/test_prefix_sizes.py::test_lwm_and_qwen3_14b_exchange_40_mib
 lend, take back: up is rounded up, down is rounded down, by what was in use at once; hashes go before pages
   cpu test_lending.py::test_up_is_rounded_up_and_down_is_rounded_down
-  cpu test_lending.py::test_what_counts_is_what_is_in_use_at_once
-  cpu test_lending.py::test_who_lends_whom_over_random_traces
+  cpu test_lending.py::test_the_window_against_all_that_ever_was
+  cpu test_lending.py::test_lending_over_random_traces_takes_no_page_in_use
   cpu prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks
   cpu prefix/test_lend.py::test_what_the_host_has_not_is_forgotten_first
   cpu prefix/test_lend.py::test_random_lending_while_all_generate
@@ -165,12 +162,12 @@ lend, take back: up is rounded up, down is rounded down, by what was in use at o
 tiers: a peer's pages first, then the host's, and all is restored
   cpu kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored
   cpu kv/test_peer.py::test_tokens_are_those_of_stock_while_pages_go_all_ways
-  cpu test_core_peer.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own
+  cpu test_core_places.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own
   gpu gpu/test_kv_stream.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored figure:prefix
 prefix reuse: what is stored is the same cache held by hand, to the bit
   cpu prefix/test_lives.py::test_whatever_happens_tokens_are_right prefix/test_sessions.py::test_a_session
   cpu prefix/test_trouble.py::test_threads_on_one_model
-  cpu test_prefixes.py::test_what_goes_by_odds_are_leaves_that_nobody_pinned
+  cpu test_prefixes.py::test_blocks_evicted_by_odds_are_leaves_that_nobody_pinned
   gpu gpu/test_prefix.py::test_conversations_while_pages_move figure:prefix
 """
 

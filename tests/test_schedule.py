@@ -137,6 +137,6 @@ def test_uneven_placements_have_no_closed_form() -> None:
         *((partial(every, 3, interval), "interval") for interval in (0, 4)),
     ],
 )
-def test_what_makes_no_sense(what: Callable[[], object], says: str) -> None:
+def test_schedule_that_makes_no_sense_is_refused(what: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         what()

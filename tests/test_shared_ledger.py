@@ -46,7 +46,7 @@ def test_a_part_grows_by_what_is_free_in_whole_pages(ledger: SharedLedger, other
     assert [other.path for other in ledgers(ledger.path.parent)] == [ledger.path]
 
 
-def test_who_is_killed_has_nothing_any_more(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
+def test_process_that_is_killed_has_no_part_any_more(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
     ledger.join(ME, 0, 100, 0)
     ledger.join(other.pid, 0, 100, 0)
     ledger.raise_to(other.pid, 80, PAGE)
@@ -79,7 +79,7 @@ def test_a_lower_total_is_reached_once_the_parts_are(ledger: SharedLedger) -> No
         ledger.aim(20)
 
 
-def test_what_does_not_fit_is_refused(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
+def test_parts_that_do_not_fit_are_refused(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
     with pytest.raises(SharedBudgetError, match="nobody shares a budget on cpu yet"):
         ledger.join(ME, 0, None, 0)
     with pytest.raises(SharedBudgetError, match="nobody shares a budget on cpu yet"):
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(ledger: SharedLedger, other: subprocess.Po
         "over",
     ],
 )
-def test_what_is_damaged_is_said_with_what_to_do(ledger: SharedLedger, text: str) -> None:
+def test_damaged_ledger_is_told_with_what_to_do(ledger: SharedLedger, text: str) -> None:
     over = {"total": 1, "target": 1, "parts": {str(ME): [started(ME), 0, 2, 0]}}
     ledger.path.write_text(json.dumps(over) if text == "over" else text)
     for act in (ledger.read, lambda: ledger.raise_to(ME, 1, 1), lambda: ledger.join(ME, 0, 1, 0)):

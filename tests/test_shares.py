@@ -72,14 +72,14 @@ def test_nobody_starves(members: list[Sharer]) -> None:
 
 
 @given(processes(rested=True))
-def test_what_came_out_stays(members: list[Sharer]) -> None:
+def test_shares_that_came_out_stay(members: list[Sharer]) -> None:
     """Two that are busy do not take from each other what the other took before."""
     first = after(members, shares(TOTAL, members, TUNING))
     second = after(first, shares(TOTAL, first, TUNING))
     assert list(shares(TOTAL, second, TUNING)) == [member.part for member in second]
 
 
-def test_what_is_free_goes_first_and_then_what_is_idle() -> None:
+def test_free_bytes_go_first_and_then_idle_ones() -> None:
     asks, idle, busy = Sharer(300, 300, 500), Sharer(500, 100), Sharer(600, 600)
     assert shares(TOTAL, [asks, idle, busy], TUNING) == (500, 500, 600), "200 are free"
     assert shares(1400, [asks, idle, busy], TUNING) == (500, 300, 600)

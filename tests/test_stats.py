@@ -62,7 +62,7 @@ def test_counts_are_attributes_and_items() -> None:
         stats.pages["keys"]
 
 
-def test_nothing_of_it_can_be_changed() -> None:
+def test_statistics_cannot_be_changed() -> None:
     stats = Stats.of(SNAPSHOT, EVENTS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.budget = 1  # type: ignore[misc]
@@ -87,7 +87,7 @@ def test_to_dict_is_plain_and_a_copy() -> None:
     assert copy.deepcopy(stats) == stats == pickle.loads(pickle.dumps(stats))
 
 
-def test_it_prints_as_a_few_lines() -> None:
+def test_statistics_print_as_a_few_lines() -> None:
     title, *lines = str(Stats.of(SNAPSHOT, EVENTS)).splitlines()
     assert title.startswith("ballonet: ")
     assert "of a budget of " in title

@@ -93,7 +93,7 @@ def test_copies_that_were_never_seen_cost_what_is_assumed_and_then_what_they_too
     assert not costs.faster(keep, host)
 
 
-def test_what_streams_is_a_part_of_every_step() -> None:
+def test_layers_that_stream_are_a_part_of_every_step() -> None:
     parts, costs = Parts(0.02, 2e-3, 1e-5, 0.0, 1e-3), StepCosts()
     for pages in (0, 60):
         for step in SIZES:
@@ -109,7 +109,7 @@ def test_prompts_are_apart_where_their_pairs_cost_more_than_a_step() -> None:
     assert not costs.apart(Step(20, 20), Step(2, 100))
 
 
-def test_nothing_is_known_before_a_few_steps_and_old_sizes_are_remembered() -> None:
+def test_costs_are_unknown_before_a_few_steps_and_old_sizes_are_remembered() -> None:
     costs = StepCosts(Serving(refit=4))
     assert costs.largest(100) is None
     assert not costs.apart(Step(100, 100), Step(100, 10_000))

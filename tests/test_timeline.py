@@ -35,14 +35,6 @@ def test_each_point_shows_the_fullest_moment_of_its_interval(
         assert series.in_use()[point] == max(sum(row[2:]) for row in during)
 
 
-def test_a_peak_between_two_points_is_not_lost() -> None:
-    rows: list[Row] = [(0, 4, 0, 0, 0, 0), (501, 1, 0, 0, 3, 0), (502, 4, 0, 0, 0, 0)]
-    series = resample(rows, 0, 1000, 10)
-    assert series.pages["kv"] == (0, 0, 0, 0, 0, 3, 0, 0, 0, 0)
-    assert series.pages["free"] == (4, 4, 4, 4, 4, 1, 4, 4, 4, 4)
-    assert series.seconds[5] == pytest.approx(5e-7)
-
-
 @pytest.mark.parametrize(("start", "stop", "points"), [(5, 5, 3), (6, 5, 3), (0, 9, 0)])
 def test_an_interval_that_is_none_is_refused(start: int, stop: int, points: int) -> None:
     with pytest.raises(ValueError, match="end must come after"):
@@ -93,7 +85,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(2, 30))
-def test_what_remains_of_too_many_events(events: list[LoggedEvent], limit: int) -> None:
+def test_fewer_events_keep_every_kind_and_the_largest(events: list[LoggedEvent], limit: int) -> None:
     kept = fewer(events, limit)
     if len(events) <= limit:
         assert kept == events

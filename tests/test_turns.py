@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -21,10 +21,12 @@ from ballonet.hooks.forward.lease import GroupLease, Turn, Turns, current
 from ballonet.hooks.streaming import streamed
 from ballonet.offload.policy.tuning import Waiting
 
+from .core import eventually
 from .faulting import at_each_line
 from .models import build, prompts
 from .pool import tiny_layers
 from .portrait import none_in_pool
+from .threads import ActingThread
 from .tuned import Clock, Tuned
 
 pytestmark = pytest.mark.chaos
@@ -42,32 +44,14 @@ def installed(tuned: Tuned) -> Iterator[None]:
         yield
 
 
-def started(act: Callable[[], object]) -> Future[Any]:
-    """The result of `act`, or what it raised, on a thread of its own."""
-    result: Future[Any] = Future()
-
-    @torch.no_grad()
-    def run() -> None:
-        try:
-            result.set_result(act())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(LONG * 1000):
-        if condition():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it never happens")
+def started(act: Callable[[], object]) -> ActingThread:
+    """What `act` does on a thread of its own, without gradients, which are off for one thread only."""
+    return ActingThread(torch.no_grad()(act))
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
     it = Turns(cast(Group, None), clock=Clock())
-    first, order, results = Turn(), list[int](), list[Future[Any]]()
+    first, order, results = Turn(), list[int](), list[ActingThread]()
     assert it.take(first)
 
     def wait(n: int) -> None:
@@ -78,10 +62,10 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
 
     for n in range(5):
         results.append(started(lambda n=n: wait(n)))  # type: ignore[misc]
-        until(lambda n=n: len(it._queue) == n + 2)  # type: ignore[misc]
+        eventually(lambda n=n: len(it._queue) == n + 2)  # type: ignore[misc]
     it.end(first)
     for result in results:
-        result.result(LONG)
+        result.result()
     assert order == list(range(5))
     assert it._first() is None
 
@@ -96,12 +80,12 @@ def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_ag
         turn = Turn()
         return it.take(turn), it.has(turn)
 
-    assert started(other).result(LONG) == (False, False)
+    assert started(other).result() == (False, False)
     clock.step = 0.0
-    assert started(other).result(LONG) == (False, False)
+    assert started(other).result() == (False, False)
     assert it.has(holder)
     it.end(holder)
-    assert started(other).result(LONG) == (True, True)
+    assert started(other).result() == (True, True)
 
 
 def test_nobody_goes_without_while_the_clock_stands_however_long_it_takes() -> None:
@@ -111,18 +95,18 @@ def test_nobody_goes_without_while_the_clock_stands_however_long_it_takes() -> N
     holder = Turn()
     assert it.take(holder)
     waiting = started(lambda: it.take(Turn()))
-    until(lambda: len(it._queue) == 2)
+    eventually(lambda: len(it._queue) == 2)
     time.sleep(0.02)
-    assert not waiting.done()
+    assert waiting.is_alive()
     assert not holder.given_up
     clock.now = 1.0
-    assert waiting.result(LONG) is False
+    assert waiting.result() is False
     assert holder.given_up
 
 
 def test_a_turn_ends_with_whoever_has_it() -> None:
     it = Turns(cast(Group, None))
-    assert started(lambda: it.take(Turn())).result(LONG)
+    assert started(lambda: it.take(Turn())).result()
     assert it._first() is None
     mine = Turn()
     assert it.take(mine)
@@ -136,7 +120,7 @@ def test_a_section_is_leased_and_ends(installed: None) -> None:
     it = Turns(group)
     with it.section():
         assert it.leases == group.leases == 1
-        assert started(lambda: it.leases).result(LONG) == 0
+        assert started(lambda: it.leases).result() == 0
     assert not it.sections
     assert it.leases == group.leases == 0
 
@@ -180,7 +164,7 @@ def test_streaming_models_that_call_each_other(installed: None, tuned: Tuned) ->
             return logits
 
         running = [started(lambda n=n: run(n)) for n in range(2)]  # type: ignore[misc]
-        outer = [future.result(LONG) for future in running]
+        outer = [future.result() for future in running]
         for n in range(2):
             assert torch.allclose(outer[n], expected[n], atol=1e-5)
             assert torch.allclose(inner[n], expected[n], atol=1e-5)
@@ -221,7 +205,7 @@ def test_a_layer_that_computes_on_threads(installed: None, wait: Callable[..., N
         layer.mlp = Parallel(layer.mlp, wait)
     with ballonet.manage(model, interval=2), torch.no_grad():
         for _ in range(3):
-            assert torch.allclose(started(lambda: model(**INPUTS)).result(LONG).logits, expected, atol=1e-5)
+            assert torch.allclose(started(lambda: model(**INPUTS)).result().logits, expected, atol=1e-5)
         devices.require().check()
 
 
@@ -243,7 +227,7 @@ def test_a_layer_that_runs_the_whole_model_on_a_thread(
             wait(lambda: inner.append(torch.no_grad()(model)(**INPUTS).logits))
 
         handle = model.model.layers[1].mlp.register_forward_pre_hook(act)
-        outer = started(lambda: model(**INPUTS)).result(LONG).logits
+        outer = started(lambda: model(**INPUTS)).result().logits
         assert torch.allclose(outer, expected, atol=1e-5)
         assert torch.allclose(inner[0], expected, atol=1e-5)
         devices.require().check()
@@ -276,7 +260,7 @@ def test_a_forward_that_begins_takes_nothing_in_once_the_model_is_released(
     assert reached.wait(LONG)
     managed.release()
     go_on.set()
-    assert torch.allclose(future.result(LONG), expected, atol=1e-5)
+    assert torch.allclose(future.result(), expected, atol=1e-5)
     assert none_in_pool(model)
 
 
@@ -336,7 +320,7 @@ def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leas
 
     for at, _ in enumerate(at_each_line(nullcontext, run, lease, forwards, streamed, least=100)):
         if at % 2:
-            assert torch.allclose(started(run).result(LONG), expected, atol=1e-5)
+            assert torch.allclose(started(run).result(), expected, atol=1e-5)
         assert torch.allclose(run(), expected, atol=1e-5)
         assert managed._weights.group.leases == 0
         assert managed._turns._first() is None

@@ -293,7 +293,7 @@ ILLEGAL: dict[str, tuple[Callable[[Simulated, int], int], int]] = {
 
 
 @pytest.mark.parametrize("what", ILLEGAL)
-def test_what_is_illegal_breaks_the_capture(gpu: Simulated, what: str) -> None:
+def test_illegal_call_breaks_the_capture(gpu: Simulated, what: str) -> None:
     illegal, expected = ILLEGAL[what]
     with gpu.blocking_stream() as stream:
         gpu.must("cuStreamBeginCapture_v2", stream, GLOBAL)

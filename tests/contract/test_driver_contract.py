@@ -70,7 +70,7 @@ def test_thread_without_a_context_is_refused(driver: Driver) -> None:
     assert seen == {"context": None, "refused": INVALID_CONTEXT, "entered": SUCCESS}
 
 
-def test_what_is_no_page_no_address_or_not_mapped_is_refused(driver: Driver, page: int) -> None:
+def test_memory_that_is_no_page_no_address_or_not_mapped_is_refused(driver: Driver, page: int) -> None:
     number, wanted = ctypes.c_uint64(), properties(DEVICE)
     assert driver.result("cuMemAddressReserve", ctypes.byref(number), page, 0, 0, 1) == INVALID_VALUE  # flags
     for nbytes in (0, 1, 512):
@@ -215,7 +215,7 @@ def test_an_event_stands_for_its_newest_record(driver: Driver, page: int) -> Non
         assert driver.read(address, page) == bytes([value]) * page
 
 
-def test_nothing_is_captured_and_the_mode_is_the_threads_own(driver: Driver) -> None:
+def test_no_stream_is_captured_and_the_mode_is_the_threads_own(driver: Driver) -> None:
     with driver.stream() as stream:
         status = ctypes.c_int(-1)
         driver.ok("cuStreamIsCapturing", stream, ctypes.byref(status))

@@ -19,7 +19,7 @@ def use(driver: Driver, address: int, nbytes: int, stream: int, *, write: bool) 
     return driver.result("ballonet_standin_use", address, nbytes, stream, write)
 
 
-def test_what_nothing_orders_is_named(standin: Driver) -> None:
+def test_uses_that_nothing_orders_are_named(standin: Driver) -> None:
     address, (first, second) = standin.page(4 * PAGE), standin.streams(2)
     assert use(standin, address, 2 * PAGE, first, write=True) == SUCCESS
     assert use(standin, address + PAGE, 2 * PAGE, second, write=True) == ILLEGAL_STATE

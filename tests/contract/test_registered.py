@@ -76,7 +76,7 @@ def test_a_mapped_file_is_copied_from(driver: Driver, weights: Path) -> None:
 
 
 @pytest.mark.usefixtures("supported")
-def test_what_is_registered_is_registered_once(driver: Driver, weights: Path) -> None:
+def test_memory_is_registered_once(driver: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file:
         driver.ok("cuMemHostRegister", file + PAGE, 2 * PAGE, READ_ONLY)
         for start, nbytes in ((1, 1), (0, 4), (2, 2), (0, 2)):
@@ -91,7 +91,7 @@ def test_what_is_registered_is_registered_once(driver: Driver, weights: Path) ->
         driver.ok("cuMemHostUnregister", file)
 
 
-def test_what_makes_no_sense_is_refused(driver: Driver, weights: Path) -> None:
+def test_registration_that_makes_no_sense_is_refused(driver: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file:
         assert driver.result("cuMemHostRegister", file, 0, READ_ONLY) == INVALID_VALUE
         assert driver.result("cuMemHostRegister", file, PAGE, 0x100) == INVALID_VALUE
@@ -141,7 +141,7 @@ def test_read_only_is_not_written(standin: Driver) -> None:
         standin.ok("cuMemHostUnregister", address + PAGE)
 
 
-def test_what_may_not_be_written_has_to_be_registered_as_such(standin: Driver, weights: Path) -> None:
+def test_memory_that_may_not_be_written_has_to_be_registered_as_such(standin: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file:
         assert standin.result("cuMemHostRegister", file, PAGE, 0) == INVALID_VALUE
         assert "register it as read-only" in standin.violation()
@@ -153,7 +153,7 @@ def test_what_may_not_be_written_has_to_be_registered_as_such(standin: Driver, w
         assert "address of the device" in standin.violation()
 
 
-def test_what_the_file_no_longer_has_is_not_registered(standin: Driver, weights: Path) -> None:
+def test_bytes_that_a_file_no_longer_has_are_not_registered(standin: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file:
         with weights.open("r+b") as shorter:
             shorter.truncate(PAGE + 1)
@@ -171,7 +171,7 @@ def test_the_context_takes_what_is_registered_with_it(standin: Driver, weights: 
         assert standin.result("cuMemHostUnregister", file) == NOT_REGISTERED
 
 
-def test_it_stays_while_a_copy_reads_it(standin: Driver, weights: Path) -> None:
+def test_registration_stays_while_a_copy_reads_it(standin: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file, standin.mapped(PAGE) as target, standin.stream() as stream:
         standin.ok("cuMemHostRegister", file, 2 * PAGE, READ_ONLY)
         with standin.held():
@@ -225,7 +225,7 @@ def test_the_first_event_behind_says_so_each_time(standin: Driver, weights: Path
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_who_waits_for_it_has_failed_too(standin: Driver, weights: Path, late: bool) -> None:
+def test_stream_that_waits_for_a_failed_copy_has_failed_too(standin: Driver, weights: Path, late: bool) -> None:
     target, (stream, waiter), (event,) = standin.page(4 * PAGE), standin.streams(2), standin.events(1)
     with cut_short(standin, weights, target, stream):
         standin.ok("cuEventRecord", event, stream)

@@ -47,7 +47,7 @@ def existing(driver: Driver, location: int = DEVICE) -> int:
 # -- life of the driver ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_works_before_init(standin_library: Path) -> None:
+def test_no_call_works_before_init(standin_library: Path) -> None:
     driver = Driver(standin_library)
     assert driver.result("cuDeviceGetCount", ctypes.byref(ctypes.c_int())) == NOT_INITIALIZED
     assert "cuInit" in driver.violation()
@@ -228,7 +228,7 @@ def test_a_copy_does_not_span_pages_of_both_places(standin: Driver, first: int) 
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_copy_brings_is_poison_until_it_is_due(standin: Driver) -> None:
+def test_bytes_of_a_copy_are_poison_until_they_are_due(standin: Driver) -> None:
     with standin.mapped(PAGE, HOST) as source, standin.mapped(PAGE) as target, standin.stream() as stream:
         standin.write(source, b"s" * PAGE)
         standin.write(target, b"t" * PAGE)

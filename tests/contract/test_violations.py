@@ -56,7 +56,7 @@ def test_a_violation_is_reported_and_ends_the_device(tmp_path: Path, scene: str,
     "scene",
     ["an_injected_error_stays", "what_is_queued_at_the_end_does_not_hang", "a_child_of_a_fork_is_refused"],
 )
-def test_nothing_is_reported_where_nothing_was_wrong(tmp_path: Path, scene: str) -> None:
+def test_no_report_is_made_where_nothing_was_wrong(tmp_path: Path, scene: str) -> None:
     report = tmp_path / "report"
     done = play(scene, report, **({"FAULT": "sticky:2"} if "injected" in scene else {}))
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
