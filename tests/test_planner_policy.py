@@ -79,16 +79,6 @@ def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int
         assert 0 <= at.early <= at.away <= model.last.movable
 
 
-def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
-    """Two pages of each range may leave; all that may has left when the last token lacks some."""
-    model = needs(kv=3, decode=1e-4, crowd=-2)
-    movable = model.last.movable
-    pages = model.weights + model.last.pages - movable - 2
-    placement = fits(model, PlanBudget(pages, PAGE, SECONDS))
-    assert placement.early == placement.away == movable
-    assert placement.plan.streamed
-
-
 @settings(max_examples=50)
 @given(drawn())
 def test_the_least_budget_fits_and_one_page_less_does_not(models: list[Needs]) -> None:
@@ -103,16 +93,6 @@ def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs])
     placements = placed(models, PlanBudget(everything(models), PAGE, SECONDS))
     assert placements is not None
     assert all(at.settled and not at.plan.streamed and not at.away for at in placements)
-
-
-@settings(max_examples=50)
-@given(drawn(counts=(2, 3)))
-def test_models_that_come_later_find_room_in_those_that_are_idle(models: list[Needs]) -> None:
-    """One after the other they need no more than the smallest of all but what the last keeps free: its KV leaves only
-    where pages are short (policy/shortage.py)."""
-    together = least(models, PlanBudget(0, PAGE, SECONDS))
-    apart = sum(least([model], PlanBudget(0, PAGE, SECONDS)) for model in models)
-    assert together - apart <= max(8, together // DEFAULT.pages.short)
 
 
 def test_weights_that_hide_leave_before_kv_and_others_after_it() -> None:
@@ -151,15 +131,6 @@ def test_a_run_decides_by_the_times_it_was_measured_to_take(models: list[Needs],
 
 
 # -- seconds
-
-
-@given(st.integers(1, 8), st.integers(64, 2048))
-def test_powers_are_interpolated_exactly(batch: int, length: int) -> None:
-    def law(batch: int, length: int) -> float:
-        return float(1e-3 * batch**0.7 * length**1.2)
-
-    measured = {(b, n): law(b, n) for b in (1, 2, 4, 8) for n in (64, 128, 256, 512, 1024, 2048)}
-    assert interpolated("prefill", measured, batch, length) == pytest.approx(law(batch, length))
 
 
 def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> None:
@@ -242,66 +213,6 @@ def test_the_limit_is_what_binds() -> None:
     assert none.least == least([model], PlanBudget(0, PAGE, SECONDS))
     unknown = answered([replace(model, decode=None, prefill=None)], PlanBudget(whole, PAGE, None))
     assert (unknown.fits, unknown.limit, unknown.slowest.tpot) == (True, None, None)
-
-
-@given(
-    drawn(),
-    st.integers(1, 400),
-    st.none() | st.integers(0, 60),
-    st.sampled_from((None, 1e-4, 1e-2)),
-    st.none() | st.floats(1e-3, 2),
-    st.integers(0, 10**4),
-)
-def test_an_answer_says_what_is_placed(
-    models: list[Needs], pages: int, host: int | None, copy: float | None, slo: float | None, tokens: int
-) -> None:
-    """Each page is counted once, and what a copy adds is waited for; a token takes what the slowest model's does."""
-    models = [replace(model, aside=(0.5, 0.25 * number)) for number, model in enumerate(models)]
-    budget = PlanBudget(pages, PAGE, copy, slo, host, copying=0.5)
-    placements, answer = placed(models, budget), answered(models, budget, tokens)
-    assert (answer.fits, answer.slo, answer.all) == (placements is not None, slo, everything(models))
-    if placements is None:
-        assert answer.limit == ("host" if placed(models, replace(budget, host=None)) else "memory")
-        assert answer.met is (None if slo is None else False)
-        for model, said in zip(models, answer.models, strict=True):
-            assert replace(said, needs=model) == Forecast(
-                model, None, model.weights, sum(model.last.kv), model.last.activations, 0, None, None, 0.0, False
-            )
-        return
-    if tokens * max(said.tpot or 0 for said in answered(models, budget).models) > DEFAULT.pages.dwell:
-        placements = placed(models, budget, rested=True)
-    assert placements is not None
-    link = (copy or 0) * max(1, sum(at.plan.copied != () for at in placements))
-    idle = pages - sum(
-        said.weights + said.kv + model.last.activations for model, said in zip(models, answer.models, strict=True)
-    )
-    for model, at, said in zip(models, placements, answer.models, strict=True):
-        total = sum(model.last.kv)
-        assert (said.plan, said.weights, said.settled) == (at.plan, at.weights, at.settled)
-        assert at.away <= said.host
-        assert total - said.host <= said.kv <= total - at.away
-        crowd = max(0, model.prompt.activations - model.last.activations)
-        assert said.activations == model.last.activations + min(crowd, idle // len(models))
-        for seconds, moved, known, aside in (
-            (model.decode, at.away, said.tpot, model.aside[1]),
-            (model.prefill, at.early, said.ttft, model.aside[0]),
-        ):
-            if seconds is None or (copy is None and at.plan.copied):
-                assert known is None
-                continue
-            assert known is not None
-            running = Costs(model.layers, seconds, link).expected(at.plan) if copy else seconds
-            running = max(running, seconds + at.plan.copied_pages * link * 0.5) + aside
-            assert known == pytest.approx(running) if not moved else known >= running - 1e-12
-        if said.tpot is not None and model.decode is not None:
-            assert said.waits == pytest.approx(said.tpot - model.decode - model.aside[1])
-    slowest = max(answer.models, key=lambda said: said.tpot or 0)
-    assert answer.slowest == slowest
-    if slowest.tpot is None:
-        assert (answer.limit, answer.met) == (None, None)
-    else:
-        assert (answer.limit == "link") is (slowest.waits > 0.03 * (slowest.tpot - slowest.waits))
-        assert answer.met is (None if slo is None else slowest.tpot <= slo)
 
 
 @pytest.mark.parametrize(
