@@ -21,8 +21,7 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
-from ballonet.hooks.weights.moving import MoveIn, flat_over, tenants_of
-from ballonet.hooks.weights.storages import TensorMember
+from ballonet.hooks.weights.moving import MoveIn
 
 from . import models
 from .models import logits
@@ -83,29 +82,6 @@ def test_the_pages_of_what_is_replaced_come_back_at_once(device: Device) -> None
     assert all_in_pool(model)
     assert 0 < managed.report().pages <= before // 2 + 8
     managed.release()
-
-
-def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with ballonet.manage(model) as managed, install.stock():
-        assert managed.report().pages == 1
-        for layer in model[:3]:
-            layer.double()
-            assert managed.report().pages == 1
-        model[3].double()
-        assert managed.report().pages == 0
-
-
-def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) -> None:
-    ranges = [device.reserve(PAGE, "weights", device.group()) for _ in range(2)]
-    for range_ in ranges:
-        range_.map(0, 1)
-    members = [TensorMember(f"{n}", flat_over(stretch, 0, PAGE), set()) for n, stretch in enumerate(ranges)]
-    for member, opened in zip(members, ranges, strict=True):
-        assert tenants_of([opened], members) == [(member, opened)]
-    del members, member
-    for range_ in ranges:
-        range_.close()
 
 
 # What cannot be taken in
