@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 from unittest import mock
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 import ballonet
-from ballonet import testing
 from ballonet.hooks.managed import residency_of
 from ballonet.offload.policy import plan
-from ballonet.testing import chaos_of
 
 from .. import models
 from .decoding import KINDS, LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
@@ -50,36 +47,6 @@ def test_tokens_in_half_precision_are_stocks(place: Place, dtype: str) -> None:
     with decoding(model):
         for _ in range(2):
             assert not apart(answer(model, given), expected)
-
-
-@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "falcon_h1", "deepseek_v2"])
-def test_tokens_are_stocks_whichever_layers_stream(place: Place, name: str) -> None:
-    """None, every second and all of them."""
-    model = models.build(name).to(place.kind)
-    asked = [prompt(name, place, longest, padded=True) for longest in (LONG, SHORT)]
-    expected = [answer(model, given) for given in asked]
-    layers = model.config.num_hidden_layers
-    for interval, streamed in ((None, 0), (2, layers // 2), (1, layers)):
-        with small_layers(), decoding(model, interval=interval) as managed:
-            for which in (0, 0, 1):
-                assert not apart(answer(model, asked[which]), expected[which]), f"interval {interval}"
-            assert len(managed.report().streamed) == streamed
-            assert streamed == 0 or managed.report().link_bytes > 0
-
-
-@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_stocks_beside_chaos(place: Place, seed: int) -> None:
-    """Pages of weights and KV move between steps."""
-    for name in ("llama", "gemma3_text", "falcon_h1"):
-        model = models.build(name).to(place.kind)
-        given = prompt(name, place, padded=True)
-        expected = answer(model, given, 20)
-        with small_layers(), testing.manage(model, interval=2, chaos=seed) as managed, by_graphs(managed):
-            for _ in range(3):
-                assert not apart(answer(model, given, 20), expected), name
-            assert sum(chaos_of(managed).moved.values()) > 0
 
 
 @scene(only="cuda", pages=128)
@@ -173,42 +140,6 @@ def test_graphs_of_one_batch_do_not_serve_another(place: Place) -> None:
             with by_graphs(managed):
                 assert not apart(answer(model, asked[which]), expected[which])
         assert captures(managed) == 3
-
-
-@scene(only="cuda", needs_host=True, spill=True, pages=256, host_pages=256)
-def test_tokens_are_stocks_after_eviction_and_return(place: Place) -> None:
-    """The budget shrinks within a call until layers and KV have gone to the host, and grows again."""
-    model = models.build("llama", hidden_size=512, num_hidden_layers=4, max_position_embeddings=2048).to(place.kind)
-    given = {name: each.to(place.kind) for name, each in models.prompts(8, 512).items()}
-    expected = answer(model, given, 24)
-
-    def budget(pages: int) -> None:
-        try:
-            ballonet.set_budget(pages * place.page)
-        except ballonet.BudgetInUse as error:
-            if error.smallest is not None:
-                ballonet.set_budget(error.smallest)
-
-    with small_layers(), ballonet.manage(model) as managed:
-        with by_graphs(managed):
-            assert not apart(answer(model, given, 24), expected)
-        gc.collect()
-        place.empty_cache()
-        place.device.reset_peaks()
-        answer(model, given, 24)
-        most = place.device.snapshot()["physical_peak"] // place.page
-        steps = {4: most // 2, 8: most // 4, 12: 256, 16: most // 3, 20: 256}
-        for _ in range(2):
-            found = answer(model, given, 24, **between(lambda step: budget(steps[step]) if step in steps else None))
-            assert not apart(found, expected)
-            del found
-        copied = ballonet.stats().copied
-        assert copied.weights_h2d + copied.kv_h2d + copied.weights_d2h + copied.kv_d2h > 0, "no page has moved"
-        budget(256)
-        gc.collect()
-        with by_graphs(managed):
-            assert not apart(answer(model, given, 24), expected)
-        del given
 
 
 @scene(only="cuda", needs_host=True, pages=128, host_pages=64)
