@@ -271,7 +271,7 @@ def test_the_index_and_the_ledger_agree_whatever_comes() -> None:
     with ballonet.manage(model, prefix_cache=True) as managed:
         answers(model, prompts(2, 40))
         machine = type("LivesOfOneModel", (Lives,), {"model": model, "managed": managed})
-        run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))
+        run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50, deadline=None))
 
 
 HOT, COLD = [3] * (4 * BLOCK + 1), [4] * (4 * BLOCK + 1)
@@ -292,8 +292,7 @@ def use(model: Any, often: str, once: str) -> None:
     say(model, once, COLD)
 
 
-@pytest.mark.parametrize("often", ["batch", "generate"])
-@pytest.mark.parametrize("once", ["batch", "generate"])
+@pytest.mark.parametrize(("often", "once"), [("batch", "generate"), ("generate", "batch")])
 def test_what_is_worth_least_leaves_for_the_limit_whoever_has_it(often: str, once: str) -> None:
     """A prompt that returns stays although one that does not came later; of that the end goes first."""
     model = build("llama", num_hidden_layers=8)

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrai
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 
 import ballonet
+from ballonet.__main__ import main
 from ballonet.allocator import control, devices
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
@@ -483,38 +484,36 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     assert events[-1].type == "response.completed"
 
 
-def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
+def test_a_recorded_load(serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 20 * n, "input_length": 600 + n, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(10)
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
     options = ("--lengths", "0.1", "--limit", "8", "--ttft-slo", "600s", "--api-key", KEY)
-    command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]
-    done = programs.python("-m", "ballonet", *command)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    assert main(["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]) == 0
+    said = json.loads(capsys.readouterr().out)
     assert list(said) == [
         *("requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
         *("tokens_per_second", "goodput"),
     ]
-    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0), done.stderr
+    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0)
     assert 0 < said["ttft_p50"] <= said["ttft_p99"] <= said["seconds"]
     assert said["goodput"] == pytest.approx(8 / said["seconds"], rel=0.01)
 
 
-def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
+def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(12):  # so that it is known what steps take
         ask(serving.client(), serving.models[1], 3 + n)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
-        done = programs.python("-m", "ballonet", *command, *options, "--json")
-        assert done.returncode == (1 if failed else 0), done.stderr
-        said = json.loads(done.stdout)
+        assert main([*command, *options, "--json"]) == (1 if failed else 0)
+        printed = capsys.readouterr()
+        said = json.loads(printed.out)
         assert (said["failed"], said["refused"]) == (failed, failed)
-        assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
+        assert ("tpot of 1e-06 s cannot be kept" in printed.err) == (failed > 0)
 
 
 @pytest.mark.parametrize(("grace", "tokens"), [("300s", 50), ("100ms", 400)])
