@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballonet.offload.policy import worth
 from ballonet.offload.policy.prefixes import Hits, Index, chain
-from ballonet.offload.policy.tuning import BlockOdds
 from ballonet.offload.policy.worth import Odds, Recency
 
 MOONCAKE = File(__file__).parents[2] / "shared" / "data" / "traces" / "mooncake_conversation_trace.jsonl"
@@ -202,17 +201,6 @@ def test_an_index_that_is_used_without_end_does_not_grow(used: str) -> None:
     assert max(sizes) < 2 * max(sizes[:500])
 
 
-def test_keys_in_another_order_than_before_harm_nothing() -> None:
-    """As in a trace whose ids are no hashes of prefixes."""
-    index = Index()
-    index.insert("abc", 1)
-    assert index.insert("cbax", 2) == ["x"]
-    assert index.match("xa") == 2
-    assert index.insert("yy", 3) == ["y"]
-    assert index.match(["b", "q", "a"]) == 1
-    assert sorted(key for _, key in index.evict(9)) == ["a", "b", "c", "x", "y"]
-
-
 # -- chain
 
 
@@ -281,21 +269,6 @@ def test_recorded_conversations_find_nearly_what_a_cache_without_a_limit_does() 
     assert replay(trace, 50_000, Odds()) >= 0.3664 - 0.01, "0.3664 without a limit"
 
 
-def test_other_days_are_learned() -> None:
-    """What returned yesterday does not today, and the other way round."""
-    first = documents(0)
-    second = [[("new", *key) for key in keys] for keys in documents(1)]  # type: ignore[misc]
-    alone = replay(second, 220, Odds())
-    index = Index(220)
-    for keys in [*first, *second]:
-        if keys[0] == second[0][0]:
-            index.hits = Hits()
-        index.match(keys)
-        index.insert(keys, None)
-        index.evict(index.excess())
-    assert index.hits.hit_rate > alone - 0.05
-
-
 def test_before_anything_is_known_odds_are_least_recently_used() -> None:
     one, other = Index(6), Index(6, Recency())
     for index in (one, other):
@@ -303,26 +276,3 @@ def test_before_anything_is_known_odds_are_least_recently_used() -> None:
             index.match(keys)
             index.insert(keys, keys)
     assert one.evict(2) == other.evict(2) == [("ab", "b"), ("ab", "a")]
-
-
-def test_what_was_counted_long_ago_weighs_less() -> None:
-    policy = Odds(BlockOdds(learned=10))
-    index = Index(None, policy)
-    index.insert("a", 1)
-    for _ in range(200):
-        index.match("a")
-    for kind in policy._kinds.values():
-        assert 4 <= kind.returned <= kind.uses <= 8 + 4 * 10
-    assert index.match("a") == 1
-
-
-def test_what_is_remembered_of_blocks_that_are_gone() -> None:
-    policy = Odds()
-    index = Index(10, policy)
-    for n in (*range(500), 480):
-        index.insert([n], n)
-        index.evict(index.excess())
-    assert policy._stored[480].uses == 2, "it was evicted, and came back"
-    index.forget([499])
-    index.insert([499], 0)
-    assert policy._stored[499].uses == 1, "what was forgotten says nothing about returns"

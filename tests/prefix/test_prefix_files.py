@@ -121,21 +121,6 @@ def test_a_file_is_one_that_safetensors_reads_with_the_header_that_is_documented
     assert length % 8 == 0
 
 
-def test_the_bytes_go_where_the_caller_wants_them(files: PrefixFiles) -> None:
-    large = prefix_file.PIECE + 17 * 2
-    assert files.save(*run(0, nbytes=large))
-    memory = {name: np.zeros(large, np.uint8) for name in ("0.keys", "0.values")}
-
-    def room(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> memoryview:
-        assert (dtype, shape, nbytes) == ("BF16", (large // 2,), large)
-        return memory[name].data
-
-    loaded = files.load(key(0), room)
-    assert same(loaded, 0, nbytes=large)
-    assert loaded is not None
-    assert all(np.shares_memory(np.asarray(loaded.tensors[name].data), memory[name]) for name in memory)
-
-
 def test_what_there_is_no_room_for_is_not_used(files: PrefixFiles) -> None:
     for wrong in (None, memoryview(bytearray(63))):
         assert files.save(*run(0))
@@ -192,11 +177,6 @@ def test_what_cannot_be_right_is_refused(
 # -- damage
 
 
-damaged = pytest.mark.parametrize(
-    "damage", [lambda data: data[:100], lambda data: data[:-1], lambda data: data[:-40] + b"?" + data[-39:]]
-)
-
-
 def whole(nbytes: int = 24) -> bytes:
     """A file as it is written."""
     part = StoredPart(SALT, b"", (key(0), key(1)))
@@ -232,7 +212,9 @@ def test_a_file_that_is_cut_or_has_any_bit_flipped_is_refused(monkeypatch: pytes
         assert content(data[:place] + flipped + data[place + 1 :]) is None, place
 
 
-@damaged
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:100], lambda data: data[:-1], lambda data: data[:-40] + b"?" + data[-39:]]
+)
 def test_a_damaged_file_is_said_removed_and_written_again(files: PrefixFiles, damage: Callable[[bytes], bytes]) -> None:
     assert files.save(*run(0))
     path = only(files.directory)
@@ -248,14 +230,13 @@ def test_a_damaged_file_is_said_removed_and_written_again(files: PrefixFiles, da
     assert same(files.load(key(0)), 0)
 
 
-@damaged
 def test_a_damaged_file_that_cannot_be_removed_is_said_once(
-    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other files of a folder that may only be read are read."""
     assert files.save(*run(0))
     path = only(files.directory)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:-1])
     assert files.save(*run(1))
     for step in ("utime", "unlink", "replace"):
         monkeypatch.setattr(os, step, failing(errno.EROFS))

@@ -17,7 +17,6 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.cache_argument import given_cache
-from ballonet.hooks.kv.pages import KVPages
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
@@ -79,17 +78,6 @@ def test_a_session(name: str) -> None:
             session.generate([7])
 
 
-def test_a_fork_keeps_what_was_said_when_the_session_is_closed() -> None:
-    with sides() as both:
-        with ballonet.Session(both.model) as session:
-            session.generate(words(torch.Generator().manual_seed(1), 40), **FEW)
-            other = session.fork()
-        both.ask(torch.tensor([[7]]))
-        evict_all(both.store)
-        other.generate([5], **FEW)
-        assert other.reused == len(session.tokens) - 1
-
-
 def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
     with sides() as both:
         both.store.limit = PAGE
@@ -124,32 +112,6 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
         assert session.reused == len(said) - 1
         with pytest.raises(ValueError, match="not pinned"):
             both.store.unpin([1, 2])
-
-
-@pytest.mark.counts
-@pytest.mark.parametrize(("asked", "changes"), [(4, []), (1, ["retire", "map"])])
-def test_pages_stay_that_the_rest_of_the_prompt_will_lie_on(
-    monkeypatch: pytest.MonkeyPatch, asked: int, changes: list[str]
-) -> None:
-    """A prompt leaves a sequence behind its last full block, with 32 tokens on a page. The last page stays where the
-    prompt is as long; else it goes back, and the answer gets another one."""
-    generator = torch.Generator().manual_seed(1)
-    changed: list[str] = []
-    with sides() as both:
-        ids = both.ask(words(generator, 190))  # whose last token is in no cache: 195 are on 7 pages, 191 on 6
-        for name in ("map", "retire"):
-            act = getattr(KVPages, name)
-
-            def noted(pages: KVPages, first: int, end: int, *more: Any, act: Any = act, name: str = name) -> None:
-                if pages._tier is not None:
-                    changed.append(name)
-                act(pages, first, end, *more)
-
-            monkeypatch.setattr(KVPages, name, noted)
-        both.ask(torch.cat([ids[:, :191], words(generator, asked)], 1), **FEW)
-        assert both.store.counts.moves == 1
-        assert list(dict.fromkeys(changed)) == changes
-        both.check()
 
 
 def test_what_is_pinned_is_not_cut() -> None:
@@ -318,14 +280,6 @@ def test_memory_that_is_replaced_twice() -> None:
             for fresh in (True, False):
                 both.model.generate(ids, **FEW)
                 assert not fresh or not both.store.reused
-        assert both.store.reused == ids.shape[1] - 1
-
-
-def test_an_optimizer_of_another_model_changes_nothing() -> None:
-    with sides() as both:
-        ids = both.ask(words(torch.Generator().manual_seed(1), 20))
-        change_fused(both.stock)
-        both.model.generate(ids, **FEW)
         assert both.store.reused == ids.shape[1] - 1
 
 

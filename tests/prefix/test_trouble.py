@@ -145,8 +145,7 @@ def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pyt
         assert not read.__exit__(raised.type, raised.value, None)
 
 
-@pytest.mark.parametrize("name", ["llama", *ONE_OF_EACH])
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(("name", "step"), [("llama", 0), ("llama", 2), *((name, 2) for name in ONE_OF_EACH)])
 def test_a_request_that_is_broken_off(name: str, step: int) -> None:
     """What it went on from is there yet. `step`: after which forward."""
     generator = torch.Generator().manual_seed(3)
