@@ -21,7 +21,6 @@ from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import find_pages
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing.movable import MovableKV
@@ -213,27 +212,6 @@ def test_a_lower_budget_waits_for_what_is_being_copied(device: Device) -> None:
     pair.check()
 
 
-def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one within the other: there may be more of them than calls fit on a stack."""
-    pairs = [Pair(60) for _ in range(3)]
-    copying: list[Any] = []
-    most, write_behind = [], kv_client.KVClient.write_behind
-
-    def copy(tier: Any, pages: int) -> None:
-        copying.append(tier)
-        most.append(len(copying))
-        write_behind(tier, pages)
-        copying.remove(tier)
-
-    monkeypatch.setattr(kv_client.KVClient, "write_behind", copy)
-    other = hog(device, device.available - 2)  # few are free
-    for pair in pairs:
-        pair.tier.governor.client_changed(pair.tier.number)
-    assert kv_copied(device) > 0
-    assert {*most} == {1}
-    other.close()
-
-
 def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     pair = Pair(200)
     other = hog(device, HOST - 3, "host")
@@ -263,23 +241,6 @@ def test_pages_of_the_host_are_the_last_resort_and_are_restored(
     device.reap(wait=True)
     assert pair.tier.restore(99, 0) >= 5
     assert set(pair.places()) == {"d"}
-    pair.check()
-
-
-def test_a_page_that_chaos_moves_counts_where_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = hog(device, BUDGET - 2)
-    monkeypatch.setattr(find_pages, "spilled", lambda: None)
-    pair = Pair(60)
-    other.close()
-    device.reap(wait=True)
-    client = pair.tier.client
-    assert (client.displaced, client.device_pages) == (5, 0)
-    assert MovableKV(pair.kv_range.pages).move(1, "device")
-    assert pair.places() == "hdhhh"
-    assert (client.displaced, client.device_pages) == (4, 1)
-    assert MovableKV(pair.kv_range.pages).move(1, "host")
-    assert (client.displaced, client.device_pages) == (5, 0)
-    assert pair.tier.restore(99, 0) == 5
     pair.check()
 
 
@@ -480,17 +441,6 @@ def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> No
     ours = [(begin, end) for begin, end in reads if 0 <= begin < kv_range.nbytes]
     assert [begin // PAGE for begin, _ in ours] == [0, 2, 3, 4]
     assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
-
-
-def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device) -> None:
-    ranges = CacheRanges(layers=2, expected=1)
-    stays, moves = Pair(1, ranges), Pair(1, ranges)
-    stays.update(59)
-    assert stays.offers() == []  # the other one may write to all of them
-    moves.both(lambda layer: layer.batch_repeat_interleave(2))
-    assert moves.kv_range is not stays.kv_range
-    stays.update(1)
-    assert [piece for piece, _ in stays.offers()] == [*range(8)]
 
 
 def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:
