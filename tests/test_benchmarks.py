@@ -468,52 +468,6 @@ def test_a_picture_is_drawn_of_what_streams(figures: ModuleType, tmp_path: Path)
     )
 
 
-def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
-    figure = {"benchmark": "decode", "title": "decoding", "columns": ["n"], "rows": [[1234]]}
-    cpu = {
-        "part": "cpu",
-        "machine": {"cpu": "A CPU", "cores": 2},
-        "versions": {"torch": "2", "transformers": "5"},
-        "tests": {},
-        "failed": [],
-        "skipped": [],
-        "figures": [figure],
-    }
-    gpu = cpu | {
-        "part": "kv",
-        "machine": {"cpu": "A CPU", "cores": 16, "gpu": "NVIDIA H200", "driver": "580"},
-        "tests": {"passed": 5, "failed": 1, "skipped": 3},
-        "failed": ["tests/gpu/test_b.py: exit status 1"],
-        "skipped": ["flash: not here", *(f"tests/gpu/test_a.py: test_{letter}[cuda:1]: no tool" for letter in "xy")],
-    }
-    (alone, _, nothing), (both, rest, said) = (
-        [text for _, _, text in figures.sections(results)] for results in ([cpu], [gpu, cpu])
-    )
-    assert alone.startswith(figures.NO_GPU)
-    assert "A CPU, 2 cores, no GPU" in alone
-    assert nothing == ""
-    assert figures.NO_GPU not in both + rest
-    assert "NVIDIA H200, driver 580" in both
-    assert "A CPU, 2 cores, no GPU" in rest  # as the README has the device's figures
-    assert "NVIDIA H200" not in rest
-    assert (
-        "| kv | 5 | tests: 1; `test_b.py`: exit status 1 | `flash`: not here; `test_a.py`, 2 tests: no tool |" in said
-    )
-    assert "| 1,234 |" in both
-    assert "| 1,234 |" in rest
-
-
-def test_runs_of_one_benchmark_are_one_table(figures: ModuleType) -> None:
-    figure = {"benchmark": "decode", "title": "decoding, 8B", "columns": ["n", "longest of stock"], "rows": [[1, "k"]]}
-    other = figure | {"title": "decoding, 8B, no cuDNN", "rows": [[2, "k"]]}
-    result = {"machine": {"cpu": "A CPU", "cores": 2}, "versions": {"torch": "2", "transformers": "5"}}
-    (one,) = figures.merged(result | {"figures": [figure, other, figure | {"benchmark": "oom"}]}, "decode")
-    assert one["title"] == "decoding, 8B"
-    assert figures.markdown(one).endswith("| run | n |\n|---|---|\n| as it is | 1 |\n| no cuDNN | 2 |\n")
-    apart = [figure, other | {"columns": ["m", "longest of stock"]}]
-    assert figures.merged(result | {"figures": apart}, "decode") == apart
-
-
 def test_make_gpu_says_what_the_machine_s_python_lacks() -> None:
     bare = f"PYTHON={sys.executable} -I -S"  # no site-packages
     done = subprocess.run(["make", "-s", "gpu", bare], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -73,16 +73,6 @@ def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last()
     assert recorder.stop() == done
 
 
-def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
-    """The core puts changes that are close together under the time of the first of them."""
-    fake = Fake()
-    recorder = Recorder(Recorders(fake), Timelines(interval=60))
-    early = recorder.recording().start - 40_000
-    fake.rows.append((early, 9, 9, 9, 9, 9))
-    done = recorder.stop()
-    assert done.rows[1] == (done.start, 9, 9, 9, 9, 9)
-
-
 def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
     fake = Fake()
     with Recorder(Recorders(fake), Timelines(interval=0.001)) as recorder:
