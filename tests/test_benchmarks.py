@@ -268,7 +268,7 @@ def only_result(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_whatever_fails_is_recorded_and_the_rest_goes_on(
+def test_failing_steps_are_recorded_and_the_rest_goes_on(
     run: ModuleType, house: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = run.Part(benchmarks=("raises", "crashes", "good"), tests=("test_it.py", "none_*.py"))
@@ -302,7 +302,7 @@ def test_a_benchmark_that_is_cut_off_keeps_the_rows_that_it_had(run: ModuleType,
     assert [path.suffix for path in (house / "results").iterdir()] == [".json"]
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Path) -> None:
+def test_hanging_step_is_ended_with_all_that_it_started(run: ModuleType, house: Path) -> None:
     seconds = run.LEAST_SECONDS
     while not (house / "pid").exists():  # on a machine that gives it no time to begin, it has more
         (results := house / f"{seconds} s").mkdir()
@@ -316,7 +316,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Pa
         time.sleep(0.05)
 
 
-def test_what_failed_before_a_test_file_was_ended_is_said(run: ModuleType, house: Path) -> None:
+def test_failures_before_a_test_file_hangs_are_recorded(run: ModuleType, house: Path) -> None:
     """Tests that failed are in the record, though another test of the file never ends."""
     (house / "test_hangs.py").write_text(TESTS + HANGS)
     seconds = run.LEAST_SECONDS
@@ -330,7 +330,7 @@ def test_what_failed_before_a_test_file_was_ended_is_said(run: ModuleType, house
     assert only_result(results)["tests"]["passed"] == 1
 
 
-def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None:
+def test_steps_without_time_are_said_to_be_skipped(run: ModuleType, house: Path) -> None:
     part = run.Part(benchmarks=("good",), tests=("test_it.py",), seconds=0, test_seconds=0)
     assert not run.run({"core": part}, house / "results")
     result = only_result(house / "results")

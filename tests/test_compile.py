@@ -143,7 +143,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_a_layer_inside_a_graph_leaves_its_range_as_it_is(change: str) -> None:
+def test_change_of_a_layer_inside_a_graph_leaves_its_range(change: str) -> None:
     ours, stock = ElasticLayer(), DynamicLayer()
     tokens = torch.randn(2, 3, 40, 8)
     for layer in (ours, stock):

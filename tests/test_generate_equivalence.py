@@ -167,7 +167,7 @@ def plant(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.refuses])
-def test_what_is_left_out_stock_refuses(name: str) -> None:
+def test_way_that_is_left_out_is_refused_by_stock(name: str) -> None:
     model = build(name)
     for way, says in ARCHITECTURES[name].refuses.items():
         with pytest.raises(Exception, match=says):
@@ -175,7 +175,7 @@ def test_what_is_left_out_stock_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.extra])
-def test_what_is_given_beside_the_tokens_is_looked_at(name: str) -> None:
+def test_inputs_beside_the_tokens_change_the_answer(name: str) -> None:
     model, inputs = build(name), questions(name, 2)
     others = {key: -value if value.is_floating_point() else value for key, value in inputs.items()}
     assert not generate(model, "greedy", inputs, 2).agrees(generate(model, "greedy", others, 2))

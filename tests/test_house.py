@@ -171,7 +171,7 @@ def test_folders_of_the_core_include_one_way() -> None:
     assert includes_above("standin", '#include "pages/pool.h"') == ["pages"]
 
 
-def test_what_python_and_the_core_decide_by_agrees() -> None:
+def test_numbers_of_python_and_the_core_agree() -> None:
     match = re.search(r"kAheadBytes = ([\d']+);", (CSRC / "base" / "tuning.h").read_text())
     assert match is not None
     assert int(match[1].replace("'", "")) == DEFAULT.kv_growth.ahead
@@ -365,7 +365,7 @@ def process_state(tree: ast.Module, fixed: set[str]) -> set[str]:
     return state - {"__all__"}
 
 
-def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Module]) -> None:
+def test_process_wide_state_is_listed(trees: dict[Path, ast.Module]) -> None:
     """Two runtimes in one process know nothing of each other: what is the process's is listed, with the reason. Results
     that are kept of functions are so, too: they may keep alive what they were asked with."""
     fixed = {*FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
@@ -491,7 +491,7 @@ def test_the_sdist_holds_every_source(sdist: Path) -> None:
     assert [name for name in files(sdist) if name.endswith((".so", ".o", ".pyc"))] == []
 
 
-def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path, tmp_path: Path) -> None:
+def test_installed_files_are_the_package_and_the_companion_s_source(sdist: Path, tmp_path: Path) -> None:
     setup(sdist, "build_py", f"--build-lib={tmp_path}")
     installed = files(tmp_path)
     python = {f"ballonet/{path.relative_to(FACADE if room == 'facade' else ROOT).as_posix()}" for room, path in SOURCES}

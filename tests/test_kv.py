@@ -331,7 +331,7 @@ def test_a_view_outlives_its_layer(device: Device) -> None:
 
 @pytest.mark.usefixtures("full_host")
 @pytest.mark.parametrize("helps", [True, False])
-def test_what_torch_caches_of_the_pool_is_asked_for_before_giving_up(
+def test_memory_cached_by_torch_is_asked_for_before_giving_up(
     device: Device, helps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, layer = ElasticLayer(), ElasticLayer()

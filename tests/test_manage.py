@@ -382,7 +382,7 @@ def test_options_that_it_does_not_have(device: Device, options: dict[str, Any], 
     assert ballonet.stats().pages.weights == 0
 
 
-def test_what_is_no_module_or_has_no_weights_yet(device: Device) -> None:
+def test_non_module_and_model_without_weights_are_refused(device: Device) -> None:
     with pytest.raises(ManageError, match=r"torch\.nn\.Module, not str"):
         ballonet.manage("gpt2")  # type: ignore[arg-type]
     with torch.device("meta"):

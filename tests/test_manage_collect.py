@@ -124,7 +124,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_keeps_its_own_pages_only(device: Device, name: str) -> None:
+def test_kept_part_keeps_its_own_pages_only(device: Device, name: str) -> None:
     scene = Scene(KEPT[name])
     size = models.VOCABULARY * 32 * 4
     assert 0 < weight_pages(device) <= size // PAGE + 2

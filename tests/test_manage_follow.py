@@ -206,7 +206,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.counts
-def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Device) -> None:
+def test_weight_replaced_again_and_again_is_left_alone(device: Device) -> None:
     model = Counting()
     with ballonet.manage(model) as managed:
         for step in range(1, 20):
@@ -220,7 +220,7 @@ def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Devic
 
 
 @pytest.mark.counts
-def test_nothing_is_moved_under_another_thread(device: Device) -> None:
+def test_weights_are_not_moved_under_another_thread(device: Device) -> None:
     model = build()
     with ballonet.manage(model) as managed:
         with install.stock():
@@ -271,7 +271,7 @@ def test_threads_that_run_while_weights_are_replaced_see_the_same_values(device:
 
 
 @pytest.mark.counts
-def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_new_at_a_capture_stays(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     with ballonet.manage(model) as managed:
         with install.stock():
@@ -289,7 +289,7 @@ def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatc
 
 
 @pytest.mark.counts
-def test_what_was_taken_in_without_gradients_can_be_trained() -> None:
+def test_weight_taken_in_without_gradients_can_be_trained() -> None:
     model, twin = build(), build()
     with ballonet.manage(model):
         for variant in (model, twin):

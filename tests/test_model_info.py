@@ -97,7 +97,7 @@ def test_a_device_must_have_no_more_of_a_model_with_more_layers(tmp_path: Path, 
     assert many["smallest"] == few["smallest"] < few["weights"]
 
 
-def test_what_is_said_of_layers_that_are_alike(tmp_path: Path) -> None:
+def test_layers_that_are_alike_have_one_row(tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 5, "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}
     facts = model_info.gather(saved(tmp_path, "gemma2", **changes), SETTINGS, 2, 1000)
     full, window = facts["layers"]
@@ -138,7 +138,7 @@ def test_the_dtype_of_the_weights_is_that_of_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "t5gemma", "mamba", "minimax", "blip-2"])
-def test_what_people_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_a_table_of_layers(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = model_info.gather(saved(tmp_path, name), SETTINGS, 1, 100)
     assert facts["widths"].startswith("known with the first token: ") == (name in NOT_WITHOUT_VALUES)
     assert json.loads(json.dumps(facts)) == facts
@@ -181,7 +181,7 @@ def test_a_type_is_enough_and_a_folder_comes_first(tmp_path: Path, monkeypatch: 
         ('{"model_type": "llama", "layer_types": ["unheard_of"], "num_hidden_layers": 1}', "unheard_of"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, content: str | None, says: str) -> None:
+def test_unreadable_configuration_is_told(tmp_path: Path, content: str | None, says: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=says):
@@ -220,7 +220,7 @@ def test_how_a_model_decodes_on_a_gpu_is_told_with_its_reason(
     assert {"fine": "cut at the cache's update", "coarse": "cut around modules", "eager": "launched ("}[way] in said
 
 
-def test_what_the_first_call_tells_is_not_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_leaves_open_what_the_first_call_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("no values")
 

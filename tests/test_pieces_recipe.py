@@ -31,6 +31,7 @@ from ballonet.hooks.pieces.recipe import (
     difference,
     eager_calls,
     operands,
+    rebuild,
     same,
 )
 from ballonet.hooks.pieces.recorder import ForwardRecorder, RecordedLayers
@@ -262,7 +263,7 @@ def elsewhere() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_graph_may_not_do_is_refused_by_name(name: str) -> None:
+def test_work_no_graph_may_do_is_refused_by_name(name: str) -> None:
     work, why = REFUSED[name]
     noted = noted_work(work)
     assert noted.recipe is None, noted.recipe.steps
@@ -287,7 +288,7 @@ ALLOWED: dict[str, Work] = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_a_graph_may_do_is_written_down(name: str) -> None:
+def test_work_a_graph_may_do_is_written_down(name: str) -> None:
     noted = noted_work(ALLOWED[name])
     assert noted.recipe is not None, noted.recorder.refusal
     assert not any("exp" in str(step) for step in noted.recipe.steps), "what nothing reads is left out"
@@ -349,6 +350,16 @@ def test_call_of_another_thread_sees_hooks_before_their_keywords_are_noted() -> 
     for watched in (layer, module):
         watched._forward_pre_hooks_with_kwargs.clear()
         assert watched(torch.ones(2)).shape == (2,)
+
+
+def test_named_tuples_keep_their_type() -> None:
+    class Pair(NamedTuple):
+        one: Any
+        other: Any
+
+    rebuilt = rebuild(Pair(A, [2]), lambda leaf: B if leaf is A else leaf)
+    assert rebuilt == Pair(B, [2])
+    assert type(rebuilt) is Pair
 
 
 def number(value: Any) -> Number:

@@ -152,7 +152,7 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     assert [index for row in facts["layers"] if row["elastic"] for index in row["indices"]] == sorted(shape.widths)
 
 
-def test_what_layers_share_belongs_to_none_of_them() -> None:
+def test_weight_shared_by_layers_belongs_to_none() -> None:
     model = models.build("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     layers = decoder_layers(model)
@@ -179,7 +179,7 @@ def test_a_forward_without_values_has_the_operations_of_its_matrices(folder: str
     assert longer.peak == pytest.approx(2 * first.peak, rel=0.05)
 
 
-def test_what_was_measured_here_counts(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_of_this_machine_counts(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The key of a model that was loaded is that of its configuration."""
     unknown = ballonet.plan(folder, context=128, budget="2GiB")
     assert (unknown["tpot_seconds"], unknown["limit"], unknown["fits"]) == (None, None, True)
@@ -218,7 +218,7 @@ def test_what_was_measured_here_counts(folder: str, tmp_path: Path, capsys: pyte
     assert other["hardware"]["source"] == H100
 
 
-def test_what_leaves_the_device_has_to_fit_the_host(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_leaving_the_device_have_to_fit_the_host(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked: dict[str, Any] = {"context": 512, "page_size": "2MiB", "gpu": "h100"}
     asked["budget"] = ballonet.plan(folder, budget="1GiB", **asked)["least_budget"]
     unknown = ballonet.plan(folder, **asked)
@@ -310,7 +310,7 @@ def test_a_configuration_that_lacks_sizes_is_refused(tmp_path: Path, content: di
 
 
 @pytest.mark.parametrize("wrong", [{"context": 0}, {"context": 8, "batch": True}, {"context": 8, "slo": 0}])
-def test_what_python_is_given_is_checked_too(folder: str, wrong: dict[str, Any]) -> None:
+def test_arguments_from_python_are_checked(folder: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"context is|batch is|slo is"):
         ballonet.plan(folder, **wrong)
     with pytest.raises(ConfigError, match="no model was given"):

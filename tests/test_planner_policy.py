@@ -67,7 +67,7 @@ def drawn(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 3)) -> list[Needs]:
 
 
 @given(drawn(), st.integers(0, 400))
-def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int) -> None:
+def test_placed_pages_fit_and_none_is_lost(models: list[Needs], pages: int) -> None:
     placements = placed(models, PlanBudget(pages, PAGE, SECONDS))
     if placements is None:
         return
@@ -133,7 +133,7 @@ def test_a_run_decides_by_the_times_it_was_measured_to_take(models: list[Needs],
 # -- seconds
 
 
-def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> None:
+def test_measured_times_hold_and_parts_grow_apart_beyond() -> None:
     def law(batch: int, length: int) -> float:
         return 0.01 + 2e-5 * batch * length + 1e-8 * batch * length * length
 
@@ -215,6 +215,21 @@ def test_the_limit_is_what_binds() -> None:
     assert (unknown.fits, unknown.limit, unknown.slowest.tpot) == (True, None, None)
 
 
+def test_an_answer_counts_idle_pages_copies_and_what_is_aside() -> None:
+    """Half of a copy is lost to computing; the heap keeps idle pages that the prompt needed."""
+    model = replace(needs(kv=1, decode=0.02, crowd=30), aside=(0.5, 0.25))
+    whole = everything([model])
+    resident = answered([model], PlanBudget(whole, PAGE, SECONDS)).slowest
+    assert (resident.ttft, resident.tpot, resident.waits) == pytest.approx((0.2 + 0.5, 0.02 + 0.25, 0))
+    assert resident.weights + resident.kv + resident.activations == whole
+    assert resident.activations == model.last.activations + 30
+    hidden = answered([model], PlanBudget(whole - 20, PAGE, SECONDS, copying=0.5)).slowest
+    assert hidden.plan is not None
+    assert hidden.plan.copied_pages > 0
+    assert hidden.waits == pytest.approx(hidden.plan.copied_pages * SECONDS / 2)
+    assert hidden.tpot == pytest.approx(0.02 + hidden.waits + 0.25)
+
+
 @pytest.mark.parametrize(
     ("decode", "copy", "host", "kv", "waits", "first"),
     [
@@ -247,7 +262,7 @@ def test_models_that_stream_share_the_link() -> None:
     assert (both.slowest.tpot or 0) > 1.5 * (alone.slowest.tpot or 0)
 
 
-def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
+def test_kv_that_left_for_the_prompt_is_back_in_long_answers() -> None:
     model = needs(kv=10, decode=1e-3)
     crowded = replace(model, prompt=replace(model.prompt, activations=60))
     budget = PlanBudget(everything([model]), PAGE, SECONDS)
@@ -385,7 +400,7 @@ def test_without_a_record_it_is_said_that_the_order_hangs_on_times() -> None:
     assert not fits(grown, PlanBudget(model.weights + model.last.pages + 2, PAGE, None)).settled
 
 
-def test_what_leaves_needs_room_on_the_host() -> None:
+def test_pages_that_leave_need_room_on_the_host() -> None:
     model = needs(kv=10, decode=1e-4)
     budget = PlanBudget(everything([model]) - 20, PAGE, SECONDS)
     placement = fits(model, budget)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballonet.offload.policy import worth
 from ballonet.offload.policy.prefixes import Hits, Index, chain
+from ballonet.offload.policy.tuning import BlockOdds
 from ballonet.offload.policy.worth import Odds, Recency
 
 MOONCAKE = File(__file__).parents[2] / "shared" / "data" / "traces" / "mooncake_conversation_trace.jsonl"
@@ -147,7 +148,7 @@ TestIndexed = Indexed.TestCase
 
 @given(st.lists(st.tuples(PATHS, st.booleans()), max_size=30), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_what_goes_by_odds_are_leaves_that_nobody_pinned(
+def test_blocks_evicted_by_odds_are_leaves_nobody_pinned(
     requests: list[tuple[list[Hashable], bool]], room: int
 ) -> None:
     index = Index(room)
@@ -177,7 +178,7 @@ def test_what_goes_by_odds_are_leaves_that_nobody_pinned(
     ],
     ids=range(4),
 )
-def test_what_does_not_make_sense_is_refused(what: Callable[[], object], error: type[Exception], says: str) -> None:
+def test_impossible_index_is_refused(what: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         what()
 
@@ -251,12 +252,12 @@ def documents(seed: int, count: int = 1500) -> list[list[Hashable]]:
     return requests
 
 
-def test_what_is_read_once_does_not_drive_out_what_is_read_often() -> None:
+def test_blocks_read_once_do_not_drive_out_those_read_often() -> None:
     trace = documents(0)
     assert replay(trace, 220, Odds()) > 2 * replay(trace, 220, Recency()) > 0
 
 
-def test_what_goes_round_is_not_all_lost() -> None:
+def test_blocks_read_in_rounds_are_not_all_lost() -> None:
     trace = [[(n % 30, block) for block in range(4)] for n in range(900)]
     assert replay(trace, 100, Recency()) == 0.0
     assert replay(trace, 100, Odds()) > 0.1
@@ -276,3 +277,26 @@ def test_before_anything_is_known_odds_are_least_recently_used() -> None:
             index.match(keys)
             index.insert(keys, keys)
     assert one.evict(2) == other.evict(2) == [("ab", "b"), ("ab", "a")]
+
+
+def test_counts_of_long_ago_weigh_less() -> None:
+    policy = Odds(BlockOdds(learned=10))
+    index = Index(None, policy)
+    index.insert("a", 1)
+    for _ in range(200):
+        index.match("a")
+    for kind in policy._kinds.values():
+        assert 4 <= kind.returned <= kind.uses <= 8 + 4 * 10
+    assert index.match("a") == 1
+
+
+def test_uses_of_evicted_blocks_are_remembered() -> None:
+    policy = Odds()
+    index = Index(10, policy)
+    for n in (*range(500), 480):
+        index.insert([n], n)
+        index.evict(index.excess())
+    assert policy._stored[480].uses == 2, "it was evicted, and came back"
+    index.forget([499])
+    index.insert([499], 0)
+    assert policy._stored[499].uses == 1, "what was forgotten says nothing about returns"

@@ -59,7 +59,7 @@ def device() -> Iterator[_native.Device]:
     devices.stop()
 
 
-def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last() -> None:
+def test_recording_begins_with_the_owners_and_ends_with_the_last_row() -> None:
     fake = Fake()
     fake.now(99)  # before it began: nobody's
     recorder = Recorder(Recorders(fake), Timelines(interval=60))
@@ -142,7 +142,7 @@ def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
     assert recorder.stop() == done
 
 
-def test_what_a_long_run_leaves_is_bounded_and_what_is_missing_is_counted() -> None:
+def test_recording_of_a_long_run_is_bounded_and_counts_what_is_missing() -> None:
     fake, log = Fake(), Events(limit=30)
     recorder = Recorder(Recorders(fake, log), Timelines(interval=60, rows=80, events=20))
     for number in range(50):
@@ -223,7 +223,7 @@ def test_a_timeline_is_written_however_it_ends(
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path: Path, device: _native.Device) -> None:
+def test_unwritable_path_is_refused_before_recording(tmp_path: Path, device: _native.Device) -> None:
     (tmp_path / "folder.json").mkdir()
     for name, says in (
         ("run.txt", "none of the suffixes"),
@@ -239,7 +239,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path:
 
 
 @pytest.mark.usefixtures("device")
-def test_what_begins_is_marked_while_somebody_records() -> None:
+def test_calls_are_marked_while_somebody_records() -> None:
     mark("nobody hears this")
     recorder = Recorder(recorders_of(devices.of()), Timelines(interval=60))
     mark("generate()")

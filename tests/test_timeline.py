@@ -85,7 +85,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(2, 30))
-def test_what_remains_of_too_many_events(events: list[LoggedEvent], limit: int) -> None:
+def test_too_many_events_keep_rare_kinds(events: list[LoggedEvent], limit: int) -> None:
     kept = fewer(events, limit)
     if len(events) <= limit:
         assert kept == events

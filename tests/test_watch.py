@@ -15,13 +15,14 @@ from ballonet.allocator import control, devices, looks
 from ballonet.allocator.config import Config
 from ballonet.allocator.control import Control
 from ballonet.allocator.errors import ControlRefused, NoSuchProcess, NotInstalled, NotPermitted, NotReachable
-from ballonet.hooks.measure.histogram import Latencies, RequestTimes
+from ballonet.hooks.measure.histogram import Histogram, Latencies, RequestTimes
 from ballonet.hooks.watch import processes
 from ballonet.hooks.watch.dialog import Budget, Dialog, keys_of, pressed
 from ballonet.hooks.watch.facts import with_names
 from ballonet.hooks.watch.lines import lines_of
 from ballonet.hooks.watch.processes import SeenProcess, WatchedProcesses, program_of
 from ballonet.hooks.watch.rates import copy_rates, plain_look
+from ballonet.hooks.watch.tiers import kv_tiers
 from ballonet.hooks.watch.wording import bar, format_age, sections_of, title_of
 
 from .programs import gone
@@ -68,6 +69,19 @@ def said(seconds: float = 10.0, **changes: Any) -> dict[str, Any]:
 )
 def test_there_is_no_rate_without_two_looks_at_one_life(before: dict[str, Any] | None, after: dict[str, Any]) -> None:
     assert copy_rates(before, after) == plain_look(after, before)["rates"] == {}
+
+
+def test_kv_by_tier_counts_each_page_and_each_folder_once() -> None:
+    look = said(models=[model(), model(), model(prefixes=None)])
+    assert kv_tiers(look) == {"device": 20 * PAGE, "peer": 5 * PAGE, "host": 7 * PAGE, "disk": 3 * PAGE}
+    assert kv_tiers(said(kv={"displaced": 2}))["host"] == 0
+
+
+def test_durations_are_counted_by_bucket() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.11, 5.0):
+        histogram.add(seconds)
+    assert histogram.to_dict() == {"bounds": [0.1, 1.0], "counts": [2, 1, 1], "seconds": pytest.approx(5.26)}
 
 
 def test_requests_are_measured_from_their_arrival_and_by_token() -> None:

@@ -83,7 +83,7 @@ def size_of_one(folder: Path, after: bytes = b"") -> int:
 # -- what is written is read
 
 
-def test_what_is_saved_is_found_by_each_of_its_keys_and_by_another_process(files: PrefixFiles) -> None:
+def test_saved_blocks_are_found_by_each_key_and_by_another_process(files: PrefixFiles) -> None:
     other = PrefixFiles(files.directory, None, SALT)
     assert files.keys() == set()
     assert files.save(*run(0, 3))
@@ -121,7 +121,7 @@ def test_a_file_is_one_that_safetensors_reads_with_the_header_that_is_documented
     assert length % 8 == 0
 
 
-def test_what_there_is_no_room_for_is_not_used(files: PrefixFiles) -> None:
+def test_file_without_room_for_its_tensors_is_not_used(files: PrefixFiles) -> None:
     for wrong in (None, memoryview(bytearray(63))):
         assert files.save(*run(0))
         with pytest.warns(RuntimeWarning, match="not what is kept of this model"):
@@ -144,7 +144,7 @@ def test_another_salt_has_other_files(files: PrefixFiles) -> None:
     assert len(names(files.directory)) == 1
 
 
-def test_what_another_version_wrote_is_left_alone(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_another_version_is_left_alone(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_file, "FORMAT", "ballonet prefix 999")
     assert files.save(*run(0))
     monkeypatch.undo()
@@ -166,7 +166,7 @@ def test_what_another_version_wrote_is_left_alone(files: PrefixFiles, monkeypatc
     ],
     ids=range(4),
 )
-def test_what_cannot_be_right_is_refused(
+def test_save_of_impossible_tensors_is_refused(
     files: PrefixFiles, keys: list[bytes], tensors: dict[str, Array], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
@@ -496,7 +496,7 @@ def test_a_file_that_vanishes_is_a_miss(
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_another_writes_is_seen(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
+def test_file_another_process_writes_is_seen(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
     """In the same tick of the clock, too."""
     monkeypatch.setattr(prefix_files, "TICK", 10**9 if later else 10**19)
     other = PrefixFiles(files.directory, None, SALT)
@@ -544,7 +544,7 @@ def test_the_limit_is_kept_and_what_was_used_last_stays(tmp_path: Path) -> None:
     assert files.keys() == {key(0), key(1), key(3)}, "nothing goes for what does not fit anyway"
 
 
-def test_what_is_continued_stays_with_what_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continued_file_stays_with_those_that_continue_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = PrefixFiles(tmp_path / "limited", 3 * size_of_one(tmp_path, key(99)), SALT)
     assert files.save(*run(0))
     assert files.save(*run(1), after=key(0))
@@ -568,7 +568,7 @@ def stored(tree: list[tuple[int, int, int]]) -> Iterator[Stored]:
     st.integers(-3, 60),
     st.integers(0, 12),
 )
-def test_what_leaves_is_enough_oldest_and_never_continued(
+def test_leaving_files_are_enough_oldest_and_never_continued(
     tree: list[tuple[int, int, int]], excess: int, coming: int
 ) -> None:
     files = list(stored(tree))

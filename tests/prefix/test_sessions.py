@@ -78,6 +78,17 @@ def test_a_session(name: str) -> None:
             session.generate([7])
 
 
+def test_a_fork_keeps_what_was_said_when_the_session_is_closed() -> None:
+    with sides() as both:
+        with ballonet.Session(both.model) as session:
+            session.generate(words(torch.Generator().manual_seed(1), 40), **FEW)
+            other = session.fork()
+        both.ask(torch.tensor([[7]]))
+        evict_all(both.store)
+        other.generate([5], **FEW)
+        assert other.reused == len(session.tokens) - 1
+
+
 def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
     with sides() as both:
         both.store.limit = PAGE
@@ -91,7 +102,7 @@ def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
         assert both.store.nbytes <= PAGE
 
 
-def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
+def test_refused_prompt_leaves_the_session_as_it_was() -> None:
     with sides() as both, ballonet.Session(both.model) as session:
         for wrong, error in (
             ([], ManageError),
@@ -114,7 +125,7 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
             both.store.unpin([1, 2])
 
 
-def test_what_is_pinned_is_not_cut() -> None:
+def test_pinned_sequence_is_copied_not_cut() -> None:
     """A request that leaves a pinned sequence near its end copies; it would go on with one that is not."""
     generator = torch.Generator().manual_seed(1)
     with sides() as both:
@@ -173,7 +184,7 @@ def test_generate_is_left_as_it_was() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_left_alone(options: dict[str, Any], reason: str) -> None:
+def test_call_without_a_plain_prompt_is_left_to_stock(options: dict[str, Any], reason: str) -> None:
     generator = torch.Generator().manual_seed(1)
     with sides() as both:
         known = both.ask(words(generator, 20))
@@ -309,7 +320,7 @@ def test_positions_that_depend_on_the_length(kind: dict[str, Any], last: int) ->
 
 
 @pytest.mark.parametrize("name", ["llama", *ONE_OF_EACH])
-def test_whoever_holds_the_cache_keeps_it(name: str) -> None:
+def test_held_cache_keeps_its_values(name: str) -> None:
     """A hook that keeps the cache: what is stored is a copy."""
     generator, held = torch.Generator().manual_seed(4), []
 

@@ -333,7 +333,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
 
 
 @pytest.mark.counts
-def test_nothing_streams_because_it_may_while_others_wait(tuned: Tuned) -> None:
+def test_layers_stay_resident_while_requests_wait(tuned: Tuned) -> None:
     tuned(weights={"large": 2**11})
     model, asked = build("llama", num_hidden_layers=6), prompts(12, 30)
     expected = stock(model, asked, 40)
@@ -387,7 +387,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
         del manager, schedule, answer
 
 
-def test_what_a_model_promises_its_requests_are_promised() -> None:
+def test_slo_of_a_model_is_that_of_its_requests() -> None:
     install(64)
     model: Any = build("llama")
     asked: list[RequestSLO] = []
@@ -500,7 +500,7 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
         (continuous_api.ContinuousBatchProcessor, "_generation_step"),
     ],
 )
-def test_what_others_have_replaced_since_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_of_another_library_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, stock_s := getattr(owner, name))  # which is put back at the end
     install(64)
     model = build("llama")
@@ -553,7 +553,7 @@ def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "gpt2"])
-def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_beyond_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where positions are computed requests go on as stock's do."""
     model, rotary = build(name, max_position_embeddings=32), build("llama", max_position_embeddings=32)
     asked = prompts(2, 8)

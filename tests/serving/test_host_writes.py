@@ -87,7 +87,7 @@ def test_blocks_are_copied_beside_the_computation(
         assert devices.require().snapshot()["pages"]["kv"] == 0
 
 
-def test_what_is_on_its_way_is_not_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_their_way_are_not_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts end before their copies do, and `generate()` begins with what they have left."""
     for name, value in testing.environment(link="1MB/s").items():  # a tenth of a second for a layer
         monkeypatch.setenv(name, value)

@@ -276,9 +276,7 @@ async def asked_of(loop: Loop, streaming: bool, model: Any, name: str, tokens: i
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_nothing_stays_promised_to_a_request_that_is_not_taken(
-    streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_not_taken_keeps_no_promise(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the loop is stopping")
 
@@ -416,7 +414,7 @@ def by_stock(folder: str, prompt: str, tokens: int = TOKENS) -> str:
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_what_is_refused(serving: Serving) -> None:
+def test_wrong_request_is_refused_with_status_and_reason(serving: Serving) -> None:
     text: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
     chat: dict[str, Any] = {"model": serving.models[0], "messages": [{"role": "user", "content": "w3"}]}
     bare = {"model": serving.models[2], "input": "w3"}  # without a chat template; its loop has not begun
@@ -453,7 +451,7 @@ def test_what_is_refused(serving: Serving) -> None:
     assert "Traceback" not in serving.said()
 
 
-def test_what_no_header_calls_json_is_looked_at_too(serving: Serving) -> None:
+def test_body_without_a_type_of_content_is_checked(serving: Serving) -> None:
     """Without a type of content the body reaches transformers' handlers, which would load what it names."""
     with socket.create_connection(("127.0.0.1", int(serving.url.rpartition(":")[2]))) as link:
         sent = b'{"model": "gpt-5", "prompt": "w3"}'
@@ -594,7 +592,7 @@ def test_a_model_that_cannot_be_served_ends_the_server_with_its_name(name: str, 
     assert "Traceback" not in done.stderr
 
 
-def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
+def test_server_on_all_addresses_without_a_key_is_refused(tmp_path: Path) -> None:
     done = programs.python("-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 2
     assert "--api-key" in done.stderr

@@ -329,7 +329,7 @@ def kept_by(model: Any) -> ElasticPagedCache:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_fails_leaves_no_block(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_of_a_prefix_leaves_no_block(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = build("llama"), questions()
     read = StoredTokens.__call__
 

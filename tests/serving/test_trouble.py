@@ -125,7 +125,9 @@ def test_tokens_are_stocks_with_two_batches_in_flight(monkeypatch: pytest.Monkey
         take_out()
 
 
-def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool, at_steps: Callable[[Iterator[None]], None]) -> None:
+def test_waiting_request_runs_once_the_running_one_is_cancelled(
+    two: bool, at_steps: Callable[[Iterator[None]], None]
+) -> None:
     """After requests were preempted none begins until one ends: here the one that runs is cancelled, and none ends."""
     model, asked = build("llama", num_hidden_layers=4), prompts(2, 20)
     expected = stock(model, asked, 6)
@@ -323,7 +325,7 @@ def _none(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no memory, says the test")
 
 
-def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
+def test_kept_host_pages_make_no_request_too_large() -> None:
     """What a cache keeps there goes as soon as somebody needs it."""
     model, asked = build("llama", num_hidden_layers=12), prompts(1, 40)[0]
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=80 * PAGE, device="cpu")
@@ -342,7 +344,7 @@ def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
         del client, schedule, manager
 
 
-def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: Tuned) -> None:
+def test_waiting_request_fails_while_memory_is_taken(tuned: Tuned) -> None:
     """A tensor has the memory that the request was admitted with, and nobody runs who could give some."""
     tuned(serving={"lonely": 3})
     model, asked = build("llama", num_hidden_layers=12), prompts(1, 40)[0]
@@ -363,7 +365,7 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
 
 
 @pytest.mark.parametrize("left", [20, 23])
-def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
+def test_requests_waiting_for_a_reserve_run_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
     """No more is free than always stays so, or little more."""
     tuned(serving={"lonely": 3})
     model, asked = build("llama", num_hidden_layers=4), prompts(16, 60)

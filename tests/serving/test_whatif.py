@@ -110,7 +110,7 @@ def test_the_fastest_batches_are_faster_where_attention_costs_much() -> None:
     assert fast["tokens_per_second"] > 1.1 * full["tokens_per_second"]
 
 
-def test_what_can_never_run_fails_alone() -> None:
+def test_request_that_can_never_run_fails_alone() -> None:
     figures = simulated("fast", machine(48), [*ARRIVALS[:4], RecordedArrival(0.0, 100_000, 4)])
     assert (figures["requests"], figures["failed"]) == (5, 1)
 

@@ -175,7 +175,7 @@ def _train(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("how", "held"), [*((how, False) for how in CHANGES), ("data", True), ("replaced", True)])
-def test_what_is_written_to_a_layer_that_has_come_back_is_read(
+def test_write_to_a_layer_that_has_come_back_is_read(
     model: Any, original: Any, managed: ballonet.Managed, how: str, held: bool
 ) -> None:
     references = list(model.parameters()) if held else []
