@@ -239,14 +239,6 @@ def test_absent(): pytest.skip("no such tool here")
 
 def test_unmarked(): assert False
 """
-HANGS = """
-@pytest.mark.gpu
-def test_hangs():
-    import time
-    from pathlib import Path
-    Path("began").touch()
-    time.sleep(1000)
-"""
 
 
 @pytest.fixture
@@ -316,20 +308,6 @@ def test_hanging_step_is_ended_with_all_that_it_started(run: ModuleType, house: 
         time.sleep(0.05)
 
 
-def test_failures_before_a_test_file_hangs_are_recorded(run: ModuleType, house: Path) -> None:
-    """Tests that failed are in the record, though another test of the file never ends."""
-    (house / "test_hangs.py").write_text(TESTS + HANGS)
-    seconds = run.LEAST_SECONDS
-    while not (house / "began").exists():  # on a machine that gives it no time to begin, it has more
-        (results := house / f"{seconds} s").mkdir()
-        assert not run.run({"core": run.Part(benchmarks=(), tests=("test_hangs.py",), step_seconds=seconds)}, results)
-        (step,) = only_result(results)["steps"]
-        assert step["status"] == f"no end within {seconds} s"
-        seconds *= 4
-    assert list(step["failures"]) == ["test_bad"]
-    assert only_result(results)["tests"]["passed"] == 1
-
-
 def test_steps_without_time_are_said_to_be_skipped(run: ModuleType, house: Path) -> None:
     part = run.Part(benchmarks=("good",), tests=("test_it.py",), seconds=0, test_seconds=0)
     assert not run.run({"core": part}, house / "results")
@@ -339,24 +317,6 @@ def test_steps_without_time_are_said_to_be_skipped(run: ModuleType, house: Path)
         "benchmarks/bench_good.py: no time was left for it",
     ]
     assert result["steps"] == result["figures"] == []
-
-
-def test_the_tests_of_all_parts_come_before_the_benchmarks(run: ModuleType, house: Path) -> None:
-    parts = {
-        "core": run.Part(benchmarks=("good",), alone=("test_it.py",)),
-        "kv": run.Part(benchmarks=("good",), tests=("test_it.py",)),
-    }
-    assert not run.run(parts, house / "results")
-    results = [json.loads(path.read_text()) for path in sorted((house / "results").glob("*.json"))]
-    assert [result["part"] for result in results] == ["core", "kv"]
-    for result in results:
-        assert [step["name"] for step in result["steps"]] == ["test_it.py", "benchmarks/bench_good.py"]
-        assert result["complete"]
-    assert [*run.restricted(parts["kv"], {"good"}).tests] == []
-    assert run.restricted(parts["core"], {"tests"}).benchmarks == ()
-    assert run.restricted(parts["core"], {"tests"}).alone == ("test_it.py",)
-    assert run.restricted(parts["core"], {"test_it"}).alone == ("test_it.py",)
-    assert run.restricted(parts["kv"], {"test_it", "good"}) == parts["kv"]
 
 
 def test_a_name_that_there_is_not_is_refused(
@@ -444,28 +404,6 @@ def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
         assert shown == expected, f"make figures: {document.name}"
         for picture in re.findall(r"!\[[^]]*\]\((\S+)\)", shown):
             assert (document.parent / picture).exists(), f"make figures: {picture}"
-
-
-def test_a_picture_is_drawn_of_what_streams(figures: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    ms, columns = {"median": 4.0}, ["sequences", "tokens held", "what streams", "ms per token", "bound, ms"]
-    rows = [[1, 8, "resident", ms, 3.0], [1, 8, "accelerate", ms, ""], [2, 8, "x", ms, 1.0]]
-    figure = {"benchmark": "streaming", "title": "it", "columns": columns, "rows": rows}
-    cases = figures.by_case(figure)
-    assert cases[1, 8] == {"resident": (4.0, 3.0), "accelerate": (4.0, None)}
-    figures.draw(figure, "a machine", tmp_path / "it.svg")
-    again = tmp_path / "again.svg"
-    figures.draw(figure, "a machine", again)
-    assert again.read_bytes() == (tmp_path / "it.svg").read_bytes(), "figures are drawn alike"
-    result = {
-        "machine": {"cpu": "A CPU", "cores": 2},
-        "versions": {"torch": "2", "transformers": "5"},
-        "tests": {},
-        "figures": [figure | {"rows": [[1, 8, "resident", 4, 3]]}],
-    }
-    assert "](docs/streaming-a-cpu-2-cores.svg)" in "\n".join(
-        figures.section([result], [(result, result["figures"][0])], ROOT)
-    )
 
 
 def test_make_gpu_says_what_the_machine_s_python_lacks() -> None:

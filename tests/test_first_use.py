@@ -90,6 +90,14 @@ def test_prefixes_are_kept_from_the_first_call_on() -> None:
     watching.close()
 
 
+def test_models_inside_a_model_are_part_of_it(watching: FirstUse) -> None:
+    model = llama()
+    model(TOKENS)
+    model.model(TOKENS)
+    assert len(watching.managed) == 1
+    watching.managed[0].release()
+
+
 def test_each_model_is_managed_and_gives_its_pages_back_when_collected(watching: FirstUse) -> None:
     models = [llama(), llama()]
     for model in models:

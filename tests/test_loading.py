@@ -397,6 +397,15 @@ def test_options_that_place_the_model(tmp_path: Path, device: Device) -> None:
         assert all_in_pool(ballonet.from_pretrained(tmp_path, device_map=here))
 
 
+@pytest.mark.parametrize(
+    ("device_map", "same"),
+    [(0, True), (1, False), ("cuda", True), ("cuda:1", False), ({"": "cuda:0"}, True), ({"": "cpu"}, False),
+     ("auto", True), (torch.device("cuda", 0), True), (None, False)],
+)  # fmt: skip
+def test_the_device_of_a_gpu_has_many_names(device_map: Any, same: bool) -> None:
+    assert loading._is_device(device_map, torch.device("cuda", 0)) == same
+
+
 # Quantized, and on a GPU: as far as can be seen without one
 
 

@@ -13,11 +13,12 @@ from transformers import LlamaConfig
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import devices, install
-from ballonet.allocator.config import Config
+from ballonet.allocator.config import Config, parse_size
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks.device.key import key_of
 from ballonet.hooks.plan.forward import seen
 from ballonet.hooks.plan.planner import Planner
+from ballonet.hooks.plan.planner import _at_least as at_least
 from ballonet.hooks.plan.shape import _weights as weights_of
 from ballonet.hooks.plan.shape import shape_of
 from ballonet.hooks.programs import model_info
@@ -98,6 +99,11 @@ def test_the_same_budget_that_a_change_names_lifts_the_limit(folder: str) -> Non
     assert ballonet.plan(folder, budget=budget["to"], **asked)["fits"]
     assert ballonet.plan(folder, budget=budget["text"].split()[-1], **asked)["fits"]
     assert not ballonet.plan(folder, budget=budget["to"] - 2**21, **asked)["fits"]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 10**6 + 1, 2**30 - 1, 2**30 + 1, 123456789012, 3 * 2**40 + 12345])
+def test_a_size_that_is_told_is_never_too_small(nbytes: int) -> None:
+    assert nbytes <= parse_size(at_least(nbytes)) <= nbytes * 1.01 + 1
 
 
 def test_people_read_whether_it_fits_how_fast_what_binds_and_what_helps(

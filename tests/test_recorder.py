@@ -59,6 +59,16 @@ def device() -> Iterator[_native.Device]:
     devices.stop()
 
 
+def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
+    """The core puts changes that are close together under the time of the first of them."""
+    fake = Fake()
+    recorder = Recorder(Recorders(fake), Timelines(interval=60))
+    early = recorder.recording().start - 40_000
+    fake.rows.append((early, 9, 9, 9, 9, 9))
+    done = recorder.stop()
+    assert done.rows[1] == (done.start, 9, 9, 9, 9, 9)
+
+
 def test_recording_begins_with_the_owners_and_ends_with_the_last_row() -> None:
     fake = Fake()
     fake.now(99)  # before it began: nobody's

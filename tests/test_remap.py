@@ -138,6 +138,23 @@ def test_order() -> None:
     assert [client.name for client in giving(them)] == ["new", "old", "important", "running"]
 
 
+def test_order_by_use_is_a_value() -> None:
+    older, newer = model("older", used=1.0), model("newer", used=2.0)
+    assert [client.name for client in giving([older, newer])] == ["newer", "older"]
+    assert [client.name for client in giving([replace(other, mru=False) for other in (older, newer)])] == [
+        "older",
+        "newer",
+    ]
+
+
+def test_caps_and_slots_are_values() -> None:
+    """Without a cap all layers but one may go, and a plan has as many slots as are tried."""
+    assert model("a", capped=False, active=True).cap == len(EQUAL) - 1 > model("a", active=True).cap
+    for count in (1, 2):
+        change = remap([model("a", slots=(count,))], 20, 10)
+        assert len(change.plans["a"].slot_pages) == count
+
+
 def test_a_cap_is_what_hides_behind_an_iteration() -> None:
     assert cap(Costs(EQUAL, 0.02, 0.001)) == 4
     assert cap(Costs(EQUAL, 0.0199, 0.001)) == 3

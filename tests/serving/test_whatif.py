@@ -173,6 +173,17 @@ def test_a_machine_that_is_larger_is_simulated_in_fewer_bytes() -> None:
         replace(machine(64), page_size=2**16, scale=32)
 
 
+def test_switches_change_what_is_decided() -> None:
+    """A burst for both models: each of these parts of ballonet has a say in it."""
+    burst = dealt([RecordedArrival(0.02 * n, 200, 24) for n in range(18)], 2)
+    logs: dict[str, list[Decision]] = {}
+    for policy in ("fast", "uncapped", "weights-fixed", "no-inflation", "no-buffer"):
+        logs[policy] = []
+        figures = simulated(policy, replace(machine(84, host=256), link=200.0 * MIB), *burst, log=logs[policy])
+        assert figures["failed"] == 0
+    assert all(logs[policy] != logs["fast"] for policy in logs if policy != "fast")
+
+
 @pytest.mark.filterwarnings("ignore:.*is not kept")
 def test_requests_that_ask_for_too_much_fail() -> None:
     figures = simulated("fast", machine(64), slos=(None, 1e-3), ask=True)
@@ -248,3 +259,10 @@ def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(
     said = capsys.readouterr()
     assert json.loads(said.out)["policy"] == "split"
     assert "no request is answered by split" in said.err
+
+
+def test_weights_are_those_of_the_model() -> None:
+    model = build("llama")
+    sizes = MachineSizes.of(model.config)
+    assert sizes.total == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes.layers == tuple(sum(parameter.nbytes for parameter in it.parameters()) for it in model.model.layers)
