@@ -345,11 +345,10 @@ def test_layers_that_have_run_give_first(device: Device) -> None:
 
 
 @pytest.mark.parametrize("room", [46], indirect=True)
-@pytest.mark.parametrize("seed", range(2))
-def test_any_sequence_of_calls_equals_stock(device: Device, room: Any, seed: int, tuned: Tuned) -> None:
+def test_any_sequence_of_calls_equals_stock(device: Device, room: Any, tuned: Tuned) -> None:
     """As in test_taken.py, but with little room, so that layers fly whenever nobody looks."""
     tuned(kv_reads={"again": 1, "look": 4})
-    fuzz = Fuzz(device, seed, 1, layers=LAYERS)
+    fuzz = Fuzz(device, 0, 1, layers=LAYERS)
     ways = [fuzz.update] * 30 + [fuzz.prefill, fuzz.crop, fuzz.crop, fuzz.reorder, fuzz.repeat, fuzz.select]
     ways += [fuzz.replace, fuzz.hold, fuzz.let_go, fuzz.let_go, fuzz.reset, fuzz.check]
     flown = steps = 0

@@ -294,6 +294,14 @@ def test_memory_that_is_replaced_twice() -> None:
         assert both.store.reused == ids.shape[1] - 1
 
 
+def test_an_optimizer_of_another_model_changes_nothing() -> None:
+    with sides() as both:
+        ids = both.ask(words(torch.Generator().manual_seed(1), 20))
+        change_fused(both.stock)
+        both.model.generate(ids, **FEW)
+        assert both.store.reused == ids.shape[1] - 1
+
+
 @pytest.mark.parametrize(
     ("kind", "last"),
     [

@@ -200,7 +200,7 @@ def test_ctrl_c_anywhere() -> None:
             talks.append(both.ask(ids, max_new_tokens=2, min_new_tokens=2))
 
         for modules in (PARTS, (index,)):
-            for _ in at_each_line(nullcontext, turn, *modules, most=15, least=60):
+            for _ in at_each_line(nullcontext, turn, *modules, most=10, least=60):
                 turn()
                 gc.collect()
                 both.store.get_num_new_matched_tokens([1])

@@ -488,7 +488,7 @@ def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.
     def run(_: object) -> None:
         model(IDS)
 
-    for number, _ in enumerate(at_each_line(nullcontext, run, *parts, most=60, least=250)):
+    for number, _ in enumerate(at_each_line(nullcontext, run, *parts, most=30, least=250)):
         assert all(bits(tensor) == expected[name] for name, tensor in tensors(model).items())
         if number % 5 == 0:
             assert say(model).agrees(stock)
