@@ -25,11 +25,12 @@ from .pool import take_out
 
 ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
-PLAYED = ("prefix", "slo")
+# "serve-plain" is what "serve" does, in more memory.
+PLAYED = ("prefix", "slo", "serve-plain")
 # In this process, one peer after the other: each process of its own would load transformers anew.
 INSIDE = (
     *("oom", "context", "shrink", "decode", "kv-growth", "prefill", "peak"),
-    *("calls", "streaming", "serve", "serve-plain"),
+    *("calls", "streaming", "serve"),
 )
 FORKED = ("speed",)  # in this process, with a fork for each peer
 ALONE = ("batch-attention", "hit-rate", "replicas", "tenants")  # without peers

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaForCausalLM
 
 import ballonet
 from ballonet.allocator import install
@@ -89,9 +89,9 @@ def test_the_bytes_are_those_that_a_managed_model_takes(tmp_path: Path, name: st
 @pytest.mark.parametrize(("name", "layers"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
 def test_a_device_must_have_no_more_of_a_model_with_more_layers(tmp_path: Path, name: str, layers: str) -> None:
     few, many = (
-        model_info.gather(saved(tmp_path / f"{count}", name, **{layers: count}), SETTINGS, 1, 10) for count in (6, 12)
+        model_info.gather(saved(tmp_path / f"{count}", name, **{layers: count}), SETTINGS, 1, 10) for count in (3, 6)
     )
-    model = models.build(name, **{layers: 12})
+    model = models.build(name, **{layers: 6})
     tensors = {parameter.data_ptr(): parameter.nbytes for parameter in (*model.parameters(), *model.buffers())}
     assert many["weights"] == sum(tensors.values())
     assert many["smallest"] == few["smallest"] < few["weights"]
@@ -166,9 +166,9 @@ def test_info_shows_a_table_of_layers(tmp_path: Path, name: str, capsys: pytest.
 
 def test_a_type_is_enough_and_a_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert model_info.gather("llama", SETTINGS, 1, 10)["layers"][0]["indices"] == list(range(32))
-    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "llama")
-    assert model_info.gather("llama", SETTINGS, 1, 10)["layers"][0]["indices"] == [0, 1]
+    assert model_info.gather("gpt2", SETTINGS, 1, 10)["layers"][0]["indices"] == list(range(12))
+    GPT2Config(n_layer=2).save_pretrained(tmp_path / "gpt2")
+    assert model_info.gather("gpt2", SETTINGS, 1, 10)["layers"][0]["indices"] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,7 @@ def test_several_models_share_the_device(folder: str) -> None:
     assert tight["least_budget"] > one["least_budget"]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gemma2", "mixtral", "bloom", "olmo2", "minimax", "zamba2", "qwen3_next"]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "bloom", "zamba2", "qwen3_next"])
 def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     if name not in models.architectures.ARCHITECTURES:
         pytest.skip("no such tiny model")

