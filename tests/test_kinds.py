@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks import compat
 from ballonet.hooks.kv import generation
-from ballonet.hooks.kv.kinds import CROSS_ATTENTION, CachePlan, plan, reason_to_leave
+from ballonet.hooks.kv.kinds import CROSS_ATTENTION, CachePlan, elastic_layers, plan, reason_to_leave
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import build
@@ -74,6 +75,24 @@ def test_the_verdict_on_every_kind_of_layer(name: str, layers: list[Any], cross:
         assert layer.elastic == layer.layer.startswith("Elastic")
         assert layer.why.startswith("stores ")
     assert verdict.elastic == sum(row[2].startswith("Elastic") for row in (*layers, *cross))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "t5gemma", "falcon_h1", "minimax"])
+def test_the_verdict_is_a_value_and_changes_nothing(name: str) -> None:
+    model = build(name)
+    before, table = model.config.to_dict(), dict(compat.layer_types())
+    count = elastic_layers(model.config)
+    verdict = planned(model)
+    assert verdict == planned(model)
+    assert hash(verdict) == hash(planned(model))
+    assert model.config.to_dict() == before
+    assert compat.layer_types() == table
+    detach = generation.attach(model)
+    assert planned(model) == verdict, "while something is attached"
+    assert elastic_layers(model.config) == count
+    detach()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        verdict.reason = "x"  # type: ignore[misc]
 
 
 class NoText(PreTrainedModel):

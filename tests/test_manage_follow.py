@@ -84,6 +84,17 @@ def test_the_pages_of_what_is_replaced_come_back_at_once(device: Device) -> None
     managed.release()
 
 
+def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with ballonet.manage(model) as managed, install.stock():
+        assert managed.report().pages == 1
+        for layer in model[:3]:
+            layer.double()
+            assert managed.report().pages == 1
+        model[3].double()
+        assert managed.report().pages == 0
+
+
 # What cannot be taken in
 
 

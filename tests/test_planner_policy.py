@@ -66,6 +66,16 @@ def drawn(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 3)) -> list[Needs]:
     ]
 
 
+def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
+    """Two pages of each range may leave; all that may has left when the last token lacks some."""
+    model = needs(kv=3, decode=1e-4, crowd=-2)
+    movable = model.last.movable
+    pages = model.weights + model.last.pages - movable - 2
+    placement = fits(model, PlanBudget(pages, PAGE, SECONDS))
+    assert placement.early == placement.away == movable
+    assert placement.plan.streamed
+
+
 @given(drawn(), st.integers(0, 400))
 def test_placed_pages_fit_and_none_is_lost(models: list[Needs], pages: int) -> None:
     placements = placed(models, PlanBudget(pages, PAGE, SECONDS))
@@ -93,6 +103,16 @@ def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs])
     placements = placed(models, PlanBudget(everything(models), PAGE, SECONDS))
     assert placements is not None
     assert all(at.settled and not at.plan.streamed and not at.away for at in placements)
+
+
+@settings(max_examples=50)
+@given(drawn(counts=(2, 3)))
+def test_models_that_come_later_find_room_in_those_that_are_idle(models: list[Needs]) -> None:
+    """One after the other they need no more than the smallest of all but what the last keeps free: its KV leaves only
+    where pages are short (policy/shortage.py)."""
+    together = least(models, PlanBudget(0, PAGE, SECONDS))
+    apart = sum(least([model], PlanBudget(0, PAGE, SECONDS)) for model in models)
+    assert together - apart <= max(8, together // DEFAULT.pages.short)
 
 
 def test_weights_that_hide_leave_before_kv_and_others_after_it() -> None:

@@ -202,6 +202,17 @@ def test_an_index_that_is_used_without_end_does_not_grow(used: str) -> None:
     assert max(sizes) < 2 * max(sizes[:500])
 
 
+def test_keys_in_another_order_than_before_harm_nothing() -> None:
+    """As in a trace whose ids are no hashes of prefixes."""
+    index = Index()
+    index.insert("abc", 1)
+    assert index.insert("cbax", 2) == ["x"]
+    assert index.match("xa") == 2
+    assert index.insert("yy", 3) == ["y"]
+    assert index.match(["b", "q", "a"]) == 1
+    assert sorted(key for _, key in index.evict(9)) == ["a", "b", "c", "x", "y"]
+
+
 # -- chain
 
 

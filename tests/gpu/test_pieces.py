@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
 
@@ -140,6 +141,42 @@ def test_graphs_of_one_batch_do_not_serve_another(place: Place) -> None:
             with by_graphs(managed):
                 assert not apart(answer(model, asked[which]), expected[which])
         assert captures(managed) == 3
+
+
+@scene(only="cuda", needs_host=True, spill=True, pages=256, host_pages=256)
+def test_tokens_are_stocks_after_eviction_and_return(place: Place) -> None:
+    """The budget shrinks within a call until layers and KV have gone to the host, and grows again."""
+    model = models.build("llama", hidden_size=512, num_hidden_layers=4, max_position_embeddings=2048).to(place.kind)
+    given = {name: each.to(place.kind) for name, each in models.prompts(8, 512).items()}
+    expected = answer(model, given, 24)
+
+    def budget(pages: int) -> None:
+        try:
+            ballonet.set_budget(pages * place.page)
+        except ballonet.BudgetInUse as error:
+            if error.smallest is not None:
+                ballonet.set_budget(error.smallest)
+
+    with small_layers(), ballonet.manage(model) as managed:
+        with by_graphs(managed):
+            assert not apart(answer(model, given, 24), expected)
+        gc.collect()
+        place.empty_cache()
+        place.device.reset_peaks()
+        answer(model, given, 24)
+        most = place.device.snapshot()["physical_peak"] // place.page
+        steps = {4: most // 2, 8: most // 4, 12: 256, 16: most // 3, 20: 256}
+        for _ in range(2):
+            found = answer(model, given, 24, **between(lambda step: budget(steps[step]) if step in steps else None))
+            assert not apart(found, expected)
+            del found
+        copied = ballonet.stats().copied
+        assert copied.weights_h2d + copied.kv_h2d + copied.weights_d2h + copied.kv_d2h > 0, "no page has moved"
+        budget(256)
+        gc.collect()
+        with by_graphs(managed):
+            assert not apart(answer(model, given, 24), expected)
+        del given
 
 
 @scene(only="cuda", needs_host=True, pages=128, host_pages=64)

@@ -6,7 +6,9 @@ Stock is a twin that nothing manages, changed in the same way.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from torch import nn
 import ballonet
 
 from .. import models
-from .decoding import TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from .decoding import SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
 from .scene import Place, scene
+from .stock import small_layers
 
 Change = Callable[[Any], object]
 
@@ -130,6 +133,20 @@ def test_change_between_calls_is_in_the_next_one(place: Place, change: str) -> N
         assert not managed.report().pieces.why, "graphs of before were compared with what changed"
 
 
+@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
+@pytest.mark.parametrize("change", ["data", "assigned state", "in place"])
+def test_change_of_a_model_that_streams_is_in_the_next_call(place: Place, change: str) -> None:
+    model, twin = twins(place)
+    given = prompt("llama", place)
+    with small_layers(), decoding(model, interval=2):
+        answer(model, given)
+        for each in (model, twin):
+            CHANGES[change](each)
+        expected = answer(twin, given)
+        for _ in range(3):
+            assert not apart(answer(model, given), expected)
+
+
 @scene(only="cuda", pages=128)
 def test_change_and_back_replays_what_was_captured(place: Place) -> None:
     model, twin = twins(place)
@@ -198,6 +215,41 @@ def test_settings_changed_between_two_tokens_hold_for_the_next_one(place: Place,
 
 
 # -- Adapters
+
+
+@scene(only="cuda", pages=128)
+def test_adapters_that_are_switched_between_calls_are_each_their_own(place: Place) -> None:
+    peft = pytest.importorskip("peft")
+    model, twin = twins(place)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = []
+    for each in (model, twin):
+        torch.manual_seed(1)
+        wrapped = peft.get_peft_model(each, config)
+        wrapped.add_adapter("second", config)
+        adapted.append(wrapped)
+    given = prompt("llama", place)
+    expected = {}
+    for name in ("default", "second"):
+        adapted[1].set_adapter(name)
+        expected[name] = answer(twin, given)
+    with adapted[1].disable_adapter():
+        expected[""] = answer(twin, given)
+    assert len({tuple(found.tokens.flatten().tolist()) for found in expected.values()}) == 3
+    with ballonet.manage(model) as managed:
+        for name in ("default", "second", "default", "", "second", ""):
+            with adapted[0].disable_adapter() if not name else nullcontext():
+                if name:
+                    adapted[0].set_adapter(name)
+                for _ in range(2):
+                    assert not apart(answer(model, given), expected[name]), name
+        for name in ("default", "second"):
+            adapted[0].set_adapter(name)
+            with by_graphs(managed):
+                answer(model, given)
+                assert not apart(answer(model, given), expected[name])
+    adapted.clear()
+    del wrapped, each
 
 
 # -- Who watches
@@ -327,6 +379,34 @@ def test_autocast_and_gradients_are_eager_and_right(place: Place) -> None:
 
 
 @scene(only="cuda", pages=128)
+def test_captures_of_a_program_of_its_own_go_on_beside_pieces(place: Place) -> None:
+    """A user captures and replays direct calls of the model; its pieces are replayed before and after."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    ids = given["input_ids"]
+    with torch.no_grad():
+        right = model(ids, use_cache=False).logits
+    with ballonet.manage(model), torch.no_grad():
+        for _ in range(2):
+            answer(model, given)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                model(ids, use_cache=False)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            made = model(ids, use_cache=False).logits
+        for _ in range(2):
+            assert not apart(answer(model, given), expected)
+            graph.replay()
+            assert torch.equal(made, right)
+        del graph, made
+        gc.collect()
+
+
+@scene(only="cuda", pages=128)
 def test_other_streams_of_one_thread_see_each_others_tokens(place: Place) -> None:
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place)
@@ -356,6 +436,24 @@ def test_calls_of_fewer_than_four_tokens_capture_nothing(place: Place) -> None:
                 assert not apart(answer(model, given, tokens), right)
         pieces = managed.report().pieces
         assert (pieces.captures, pieces.graphs, pieces.pages) == (0, 0, 0)
+
+
+@scene(only="cuda", pages=128)
+def test_kinds_of_forwards_whose_graphs_are_kept_are_bounded(place: Place) -> None:
+    model = models.build("llama").to(place.kind)
+    with ballonet.manage(model) as managed:
+        runner = managed._pieces
+        most = runner._tuning.keys
+        rows = range(1, most + 4)
+        for count in rows:
+            answer(model, prompt("llama", place, SHORT, rows=count), 6)
+            assert len(runner._plans) <= most
+        assert captures(managed) == len(rows)
+        for count in (rows[0], rows[-1]):
+            given = prompt("llama", place, SHORT, rows=count)
+            with by_graphs(managed):
+                answer(model, given, 6)
+        assert captures(managed) == len(rows) + 1, "the first was given up, the last was kept"
 
 
 @scene(only="cuda", pages=128)

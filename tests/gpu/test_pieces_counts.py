@@ -197,6 +197,21 @@ def test_live_blocks_of_the_pool_are_the_tensors_of_its_programs(place: Place, n
 
 
 @scene(only="cuda", pages=128)
+def test_pool_with_a_tensor_of_others_is_told(place: Place) -> None:
+    model = models.build("llama").to(place.kind)
+    with decoding(model) as managed:
+        answer(model, prompt("llama", place))
+        pool, runner = managed._pieces._pool, managed._pieces
+        tensors = list(runner._tensors())
+        assert pool.holds_only(tensors)
+        crossing = {tensor.untyped_storage().data_ptr() for tensor in tensors} & live_blocks(pool)
+        missing = next(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in crossing)
+        address = missing.untyped_storage().data_ptr()
+        assert not pool.holds_only([each for each in tensors if each.untyped_storage().data_ptr() != address])
+        del tensors, missing
+
+
+@scene(only="cuda", pages=128)
 def test_table_that_a_module_keeps_is_refused(place: Place) -> None:
     """A module that computes a table in the first step that needs it, and reads it in later ones."""
     model = models.build("llama").to(place.kind)

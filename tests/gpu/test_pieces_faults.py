@@ -20,6 +20,7 @@ from torch.backends import cuda
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import PoolExhausted
+from ballonet.hooks.device import pressure
 from ballonet.hooks.pieces import (
     attention,
     batch,
@@ -35,11 +36,14 @@ from ballonet.hooks.pieces import (
     seams,
     settings,
 )
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .. import models
 from ..faulting import at_each_line
-from .decoding import LONG, SHORT, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from ..tuned import Clock, tuning
+from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
 from .scene import Place, scene
+from .stock import small_layers
 
 STEPS = attention, batch, calls, plans, program, recipe, recorder, resumed, runner, seams, settings
 
@@ -225,6 +229,35 @@ def test_shortage_keeps_graphs_away_until_it_is_over(place: Place) -> None:
 
 
 @scene(only="cuda", pages=128)
+@pytest.mark.parametrize("period", [0.5, 300.0])
+def test_captures_on_a_square_wave_of_pressure_are_rarer_than_one_a_second(place: Place, period: float) -> None:
+    """In half of each period of so many seconds pages are short, and asked for at the end; the other half is shorter or
+    longer than they have to be ample until graphs are captured again."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    clock, waves, calls_at_once = Clock(), 6, 2
+    with tuning(clock=clock), small_layers(), ballonet.manage(model) as managed:
+
+        def pass_time(_: int) -> None:
+            clock.now += period / (2 * calls_at_once * TOKENS)
+
+        for wave in range(waves):
+            for is_short in (False, True):
+                filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+                if is_short:
+                    filler.map(0, place.device.available - place.device.budget // place.page // 8)
+                for _ in range(calls_at_once):
+                    assert not apart(answer(model, given, **between(pass_time)), expected), f"wave {wave}"
+                if is_short:
+                    assert managed._pages.scarce
+                    assert pressure.give_up(place.device, 1) or wave
+                filler.close()
+        assert captures(managed) < clock.now
+        assert captures(managed) == (waves if period > 2 * DEFAULT.pages.forget else 1)
+
+
+@scene(only="cuda", pages=128)
 def test_no_garbage_is_collected_while_graphs_are_captured(place: Place) -> None:
     """Though every new object would have it collected."""
     model = models.build("llama").to(place.kind)
@@ -346,6 +379,27 @@ def test_call_goes_on_whatever_is_called_between_two_tokens(place: Place, what: 
             for _ in range(2):
                 assert not apart(answer(model, given), expected)
         managed.release()
+
+
+@scene(only="cuda", pages=256)
+def test_another_model_is_managed_between_two_tokens(place: Place) -> None:
+    model, other = (models.build(name).to(place.kind) for name in ("llama", "qwen2"))
+    given = prompt("llama", place)
+    expected, of_other = answer(model, given), answer(other, given)
+    managed: list[Any] = []
+
+    def manage(_: int) -> None:
+        managed.append(ballonet.manage(other))
+        assert not apart(answer(other, given), of_other)
+
+    with decoding(model):
+        answer(model, given)
+        assert not apart(answer(model, given, **between(manage, at=6)), expected)
+        with by_graphs(managed[0]):
+            answer(other, given)
+        assert not apart(answer(model, given), expected)
+        managed.pop().release()
+        assert not apart(answer(model, given), expected)
 
 
 @scene(only="cuda", pages=256)

@@ -266,6 +266,23 @@ def test_pages_of_the_host_are_the_last_resort_and_are_restored(
     pair.check()
 
 
+def test_a_page_that_chaos_moves_counts_where_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = hog(device, BUDGET - 2)
+    monkeypatch.setattr(find_pages, "spilled", lambda: None)
+    pair = Pair(60)
+    other.close()
+    device.reap(wait=True)
+    client = pair.tier.client
+    assert (client.displaced, client.device_pages) == (5, 0)
+    assert MovableKV(pair.kv_range.pages).move(1, "device")
+    assert pair.places() == "hdhhh"
+    assert (client.displaced, client.device_pages) == (4, 1)
+    assert MovableKV(pair.kv_range.pages).move(1, "host")
+    assert (client.displaced, client.device_pages) == (5, 0)
+    assert pair.tier.restore(99, 0) == 5
+    pair.check()
+
+
 def test_each_move_of_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find_pages, "spilled", lambda: None)
     pair = Pair(60)
@@ -463,6 +480,17 @@ def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> No
     ours = [(begin, end) for begin, end in reads if 0 <= begin < kv_range.nbytes]
     assert [begin // PAGE for begin, _ in ours] == [0, 2, 3, 4]
     assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
+
+
+def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device) -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    stays, moves = Pair(1, ranges), Pair(1, ranges)
+    stays.update(59)
+    assert stays.offers() == []  # the other one may write to all of them
+    moves.both(lambda layer: layer.batch_repeat_interleave(2))
+    assert moves.kv_range is not stays.kv_range
+    stays.update(1)
+    assert [piece for piece, _ in stays.offers()] == [*range(8)]
 
 
 def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:

@@ -17,6 +17,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.cache_argument import given_cache
+from ballonet.hooks.kv.pages import KVPages
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
@@ -100,6 +101,32 @@ def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
             assert both.store.nbytes > PAGE
             assert both.store.counts.moves == 2, "pages that are pinned are gone on with"
         assert both.store.nbytes <= PAGE
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize(("asked", "changes"), [(4, []), (1, ["retire", "map"])])
+def test_pages_stay_that_the_rest_of_the_prompt_will_lie_on(
+    monkeypatch: pytest.MonkeyPatch, asked: int, changes: list[str]
+) -> None:
+    """A prompt leaves a sequence behind its last full block, with 32 tokens on a page. The last page stays where the
+    prompt is as long; else it goes back, and the answer gets another one."""
+    generator = torch.Generator().manual_seed(1)
+    changed: list[str] = []
+    with sides() as both:
+        ids = both.ask(words(generator, 190))  # whose last token is in no cache: 195 are on 7 pages, 191 on 6
+        for name in ("map", "retire"):
+            act = getattr(KVPages, name)
+
+            def noted(pages: KVPages, first: int, end: int, *more: Any, act: Any = act, name: str = name) -> None:
+                if pages._tier is not None:
+                    changed.append(name)
+                act(pages, first, end, *more)
+
+            monkeypatch.setattr(KVPages, name, noted)
+        both.ask(torch.cat([ids[:, :191], words(generator, asked)], 1), **FEW)
+        assert both.store.counts.moves == 1
+        assert list(dict.fromkeys(changed)) == changes
+        both.check()
 
 
 def test_refused_prompt_leaves_the_session_as_it_was() -> None:

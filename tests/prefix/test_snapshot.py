@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from ballonet.allocator import devices
 from ballonet.hooks.compat import layer_classes, layer_count
 from ballonet.hooks.device.pressure import give_up
+from ballonet.hooks.prefix import sessions, snapshot
 from ballonet.hooks.prefix.snapshot import STATES
 
 from ..architectures import ARCHITECTURES
@@ -104,6 +105,19 @@ def test_models_that_are_left_alone(name: str, turns: int, why_not: dict[str, in
             assert both.reused == 0
         assert both.store.states == 0
         assert both.store.counts.why_not == why_not
+
+
+@pytest.mark.parametrize(("name", "times"), [("qwen3_next", 1), ("gemma2", 0)])
+def test_the_proof_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, times: int, generator: torch.Generator
+) -> None:
+    asked, proof = [], snapshot.state_affects_logits
+    monkeypatch.setattr(sessions, "state_affects_logits", lambda *given: asked.append(1) or proof(*given))
+    with sides(name) as both:
+        ids = words(generator, 9)
+        for _ in range(3):
+            ids = both.ask(on(ids, words(generator, 5)))
+    assert len(asked) == times
 
 
 @pytest.mark.parametrize("seed", range(2))
