@@ -57,7 +57,7 @@ def failed(model: Any, batch: int) -> torch.OutOfMemoryError:
     return caught.value.with_traceback(None)
 
 
-def test_it_names_the_changes_of_a_plan(model: Any, tmp_path: Path) -> None:
+def test_out_of_memory_error_names_the_changes_of_a_plan(model: Any, tmp_path: Path) -> None:
     error = failed(model, 64)
     assert " out of memory." in error.args[0]
     assert SAYS not in "".join(error.args)
@@ -78,7 +78,7 @@ def test_it_names_the_changes_of_a_plan(model: Any, tmp_path: Path) -> None:
     assert SAYS in "".join(traceback.format_exception_only(error))
 
 
-def test_it_is_worked_out_when_somebody_reads_it_and_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_is_worked_out_once_when_it_is_read(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def changes(config: Any, **sizes: Any) -> list[str]:

@@ -25,11 +25,12 @@ from .pool import take_out
 
 ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
-PLAYED = ("prefix", "slo")
+# "serve-plain" is what "serve" does, in more memory.
+PLAYED = ("prefix", "slo", "serve-plain")
 # In this process, one peer after the other: each process of its own would load transformers anew.
 INSIDE = (
     *("oom", "context", "shrink", "decode", "kv-growth", "prefill", "peak"),
-    *("calls", "streaming", "serve", "serve-plain"),
+    *("calls", "streaming", "serve"),
 )
 FORKED = ("speed",)  # in this process, with a fork for each peer
 ALONE = ("batch-attention", "hit-rate", "replicas", "tenants")  # without peers
@@ -239,14 +240,6 @@ def test_absent(): pytest.skip("no such tool here")
 
 def test_unmarked(): assert False
 """
-HANGS = """
-@pytest.mark.gpu
-def test_hangs():
-    import time
-    from pathlib import Path
-    Path("began").touch()
-    time.sleep(1000)
-"""
 
 
 @pytest.fixture
@@ -268,7 +261,7 @@ def only_result(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_whatever_fails_is_recorded_and_the_rest_goes_on(
+def test_failing_steps_are_recorded_and_the_rest_goes_on(
     run: ModuleType, house: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = run.Part(benchmarks=("raises", "crashes", "good"), tests=("test_it.py", "none_*.py"))
@@ -302,7 +295,7 @@ def test_a_benchmark_that_is_cut_off_keeps_the_rows_that_it_had(run: ModuleType,
     assert [path.suffix for path in (house / "results").iterdir()] == [".json"]
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Path) -> None:
+def test_hanging_step_is_ended_with_all_that_it_started(run: ModuleType, house: Path) -> None:
     seconds = run.LEAST_SECONDS
     while not (house / "pid").exists():  # on a machine that gives it no time to begin, it has more
         (results := house / f"{seconds} s").mkdir()
@@ -316,21 +309,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Pa
         time.sleep(0.05)
 
 
-def test_what_failed_before_a_test_file_was_ended_is_said(run: ModuleType, house: Path) -> None:
-    """Tests that failed are in the record, though another test of the file never ends."""
-    (house / "test_hangs.py").write_text(TESTS + HANGS)
-    seconds = run.LEAST_SECONDS
-    while not (house / "began").exists():  # on a machine that gives it no time to begin, it has more
-        (results := house / f"{seconds} s").mkdir()
-        assert not run.run({"core": run.Part(benchmarks=(), tests=("test_hangs.py",), step_seconds=seconds)}, results)
-        (step,) = only_result(results)["steps"]
-        assert step["status"] == f"no end within {seconds} s"
-        seconds *= 4
-    assert list(step["failures"]) == ["test_bad"]
-    assert only_result(results)["tests"]["passed"] == 1
-
-
-def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None:
+def test_steps_without_time_are_said_to_be_skipped(run: ModuleType, house: Path) -> None:
     part = run.Part(benchmarks=("good",), tests=("test_it.py",), seconds=0, test_seconds=0)
     assert not run.run({"core": part}, house / "results")
     result = only_result(house / "results")
@@ -339,24 +318,6 @@ def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None
         "benchmarks/bench_good.py: no time was left for it",
     ]
     assert result["steps"] == result["figures"] == []
-
-
-def test_the_tests_of_all_parts_come_before_the_benchmarks(run: ModuleType, house: Path) -> None:
-    parts = {
-        "core": run.Part(benchmarks=("good",), alone=("test_it.py",)),
-        "kv": run.Part(benchmarks=("good",), tests=("test_it.py",)),
-    }
-    assert not run.run(parts, house / "results")
-    results = [json.loads(path.read_text()) for path in sorted((house / "results").glob("*.json"))]
-    assert [result["part"] for result in results] == ["core", "kv"]
-    for result in results:
-        assert [step["name"] for step in result["steps"]] == ["test_it.py", "benchmarks/bench_good.py"]
-        assert result["complete"]
-    assert [*run.restricted(parts["kv"], {"good"}).tests] == []
-    assert run.restricted(parts["core"], {"tests"}).benchmarks == ()
-    assert run.restricted(parts["core"], {"tests"}).alone == ("test_it.py",)
-    assert run.restricted(parts["core"], {"test_it"}).alone == ("test_it.py",)
-    assert run.restricted(parts["kv"], {"test_it", "good"}) == parts["kv"]
 
 
 def test_a_name_that_there_is_not_is_refused(
@@ -444,74 +405,6 @@ def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
         assert shown == expected, f"make figures: {document.name}"
         for picture in re.findall(r"!\[[^]]*\]\((\S+)\)", shown):
             assert (document.parent / picture).exists(), f"make figures: {picture}"
-
-
-def test_a_picture_is_drawn_of_what_streams(figures: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    ms, columns = {"median": 4.0}, ["sequences", "tokens held", "what streams", "ms per token", "bound, ms"]
-    rows = [[1, 8, "resident", ms, 3.0], [1, 8, "accelerate", ms, ""], [2, 8, "x", ms, 1.0]]
-    figure = {"benchmark": "streaming", "title": "it", "columns": columns, "rows": rows}
-    cases = figures.by_case(figure)
-    assert cases[1, 8] == {"resident": (4.0, 3.0), "accelerate": (4.0, None)}
-    figures.draw(figure, "a machine", tmp_path / "it.svg")
-    again = tmp_path / "again.svg"
-    figures.draw(figure, "a machine", again)
-    assert again.read_bytes() == (tmp_path / "it.svg").read_bytes(), "figures are drawn alike"
-    result = {
-        "machine": {"cpu": "A CPU", "cores": 2},
-        "versions": {"torch": "2", "transformers": "5"},
-        "tests": {},
-        "figures": [figure | {"rows": [[1, 8, "resident", 4, 3]]}],
-    }
-    assert "](docs/streaming-a-cpu-2-cores.svg)" in "\n".join(
-        figures.section([result], [(result, result["figures"][0])], ROOT)
-    )
-
-
-def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
-    figure = {"benchmark": "decode", "title": "decoding", "columns": ["n"], "rows": [[1234]]}
-    cpu = {
-        "part": "cpu",
-        "machine": {"cpu": "A CPU", "cores": 2},
-        "versions": {"torch": "2", "transformers": "5"},
-        "tests": {},
-        "failed": [],
-        "skipped": [],
-        "figures": [figure],
-    }
-    gpu = cpu | {
-        "part": "kv",
-        "machine": {"cpu": "A CPU", "cores": 16, "gpu": "NVIDIA H200", "driver": "580"},
-        "tests": {"passed": 5, "failed": 1, "skipped": 3},
-        "failed": ["tests/gpu/test_b.py: exit status 1"],
-        "skipped": ["flash: not here", *(f"tests/gpu/test_a.py: test_{letter}[cuda:1]: no tool" for letter in "xy")],
-    }
-    (alone, _, nothing), (both, rest, said) = (
-        [text for _, _, text in figures.sections(results)] for results in ([cpu], [gpu, cpu])
-    )
-    assert alone.startswith(figures.NO_GPU)
-    assert "A CPU, 2 cores, no GPU" in alone
-    assert nothing == ""
-    assert figures.NO_GPU not in both + rest
-    assert "NVIDIA H200, driver 580" in both
-    assert "A CPU, 2 cores, no GPU" in rest  # as the README has the device's figures
-    assert "NVIDIA H200" not in rest
-    assert (
-        "| kv | 5 | tests: 1; `test_b.py`: exit status 1 | `flash`: not here; `test_a.py`, 2 tests: no tool |" in said
-    )
-    assert "| 1,234 |" in both
-    assert "| 1,234 |" in rest
-
-
-def test_runs_of_one_benchmark_are_one_table(figures: ModuleType) -> None:
-    figure = {"benchmark": "decode", "title": "decoding, 8B", "columns": ["n", "longest of stock"], "rows": [[1, "k"]]}
-    other = figure | {"title": "decoding, 8B, no cuDNN", "rows": [[2, "k"]]}
-    result = {"machine": {"cpu": "A CPU", "cores": 2}, "versions": {"torch": "2", "transformers": "5"}}
-    (one,) = figures.merged(result | {"figures": [figure, other, figure | {"benchmark": "oom"}]}, "decode")
-    assert one["title"] == "decoding, 8B"
-    assert figures.markdown(one).endswith("| run | n |\n|---|---|\n| as it is | 1 |\n| no cuDNN | 2 |\n")
-    apart = [figure, other | {"columns": ["m", "longest of stock"]}]
-    assert figures.merged(result | {"figures": apart}, "decode") == apart
 
 
 def test_make_gpu_says_what_the_machine_s_python_lacks() -> None:

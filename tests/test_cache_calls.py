@@ -54,7 +54,7 @@ def test_a_saved_cache_can_be_loaded_where_there_is_no_ballonet(tmp_path: Path) 
     run(LOAD_WITHOUT_BALLONET, tmp_path / "both")
 
 
-def test_what_is_exposed_is_mapped_and_no_more(large_pages: int, tmp_path: Path) -> None:
+def test_exposed_storage_is_mapped_and_no_more(large_pages: int, tmp_path: Path) -> None:
     model = build("llama")
     cache = filled(model, past_key_values=KVCache(model.config, max_length=100_000))
     for layer in cache.layers:

@@ -194,7 +194,7 @@ RUNS: dict[str, Run] = {
     "prompt lookup": with_prompt_lookup,
     "assistant": with_an_assistant,
     "embeddings": from_embeddings,
-    **{f"chunks of {size}": functools.partial(in_chunks, size) for size in (1, 5, 12)},
+    **{f"chunks of {size}": functools.partial(in_chunks, size) for size in (1, 5)},
     "streamer": streamed_from_a_thread,
     "own decoding": by_a_decoding_of_ones_own,
     "inference mode": functools.partial(within, torch.inference_mode),

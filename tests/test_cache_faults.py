@@ -51,7 +51,7 @@ def to_common_length(cache: Any, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("error", "chaos"), [(torch.OutOfMemoryError, None), (ValueError, None), (KeyboardInterrupt, 5), (SystemExit, 5)]
 )
-def test_what_ends_a_forward_anywhere(error: type[BaseException], chaos: int | None) -> None:
+def test_forward_interrupted_anywhere_leaves_a_cache_that_works(error: type[BaseException], chaos: int | None) -> None:
     """Before lines of the model's own. What each layer has then is right, and the next forward leases no more."""
     with install.stock():
         model = build("llama")

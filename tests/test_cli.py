@@ -166,7 +166,7 @@ def test_replay_obeys_page_size_and_budget(tmp_path: Path) -> None:
         ("run program.py", {"BALLONET_FAULT": "cuDevicePrimaryCtxRetain:1"}, 1, "cuDevicePrimaryCtxRetain"),
     ],
 )
-def test_what_prevents_a_command_is_said_in_a_line(
+def test_error_before_a_command_begins_is_one_line(
     tmp_path: Path, command: str, environ: dict[str, str], code: int, says: str
 ) -> None:
     """Before it does anything: no program has begun."""

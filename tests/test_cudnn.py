@@ -26,7 +26,7 @@ def switch() -> Iterator[None]:
     stock(True)
 
 
-def test_it_is_off_from_the_first_model_to_the_last() -> None:
+def test_attention_of_cudnn_is_off_from_the_first_model_to_the_last() -> None:
     models = nn.Linear(1, 1), nn.Linear(1, 1)
     first, last = map(cudnn.keep_off, models)
     assert not cuda.cudnn_sdp_enabled()
@@ -48,7 +48,7 @@ def test_a_model_that_is_collected_gives_it_back() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("setting", [True, False])
-def test_what_the_user_sets_meanwhile_is_obeyed_and_stays(before: bool, setting: bool) -> None:
+def test_setting_of_the_user_is_obeyed_and_stays(before: bool, setting: bool) -> None:
     cuda.enable_cudnn_sdp(before)
     model = nn.Linear(1, 1)
     restore = cudnn.keep_off(model)

@@ -85,7 +85,7 @@ def test_layers_of_any_size_and_iterations_of_several_kinds(
     assert fastest(chosen, done, MARGIN, most) == chosen
 
 
-def test_what_takes_the_time_decides() -> None:
+def test_phase_that_takes_the_time_decides() -> None:
     """At r = 2 two slots are faster, at r = 8 one is."""
     one, two = (fewest(EQUAL, 30, Fraction(ratio)) for ratio in (8, 2))
     assert one is not None
@@ -134,7 +134,7 @@ def test_once_measured_it_takes_the_faster_one_and_keeps_it(ratio: float, plan: 
         assert a.decisions[LOOK - 1].why == "by what was measured this is faster in no more pages"
 
 
-def test_it_stays_as_it_is_where_nothing_was_measured() -> None:
+def test_plan_stays_where_nothing_was_measured() -> None:
     for unknown in ({"decode": None, "prefill": None}, {"bandwidth": None}):
         bandwidth = unknown.pop("bandwidth", LINK)
         _, governor, _, (a,) = governed(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
@@ -144,7 +144,7 @@ def test_it_stays_as_it_is_where_nothing_was_measured() -> None:
     assert changes(a, governor, 600) == [LOOK + 2 * LOOK + 4 * LOOK - 200 - 1], "the third look"
 
 
-def test_what_they_take_as_a_rule_counts() -> None:
+def test_typical_seconds_decide_and_not_the_slowest() -> None:
     """Not what an SLO would be judged by, four times as long: with that two slots would be faster."""
     _, governor, _, a = model(2.0, TWO)
     a.typical = lambda point: sum(EQUAL) * PAGE / LINK / 8  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def test_what_they_take_as_a_rule_counts() -> None:
     assert a.plan == ONE
 
 
-def test_it_needs_no_free_page() -> None:
+def test_faster_plan_needs_no_free_page() -> None:
     """The cache has all but a few, and the clock goes on."""
     device, governor, clock, a = model(2.0, ONE)
     changes(a, governor, LOOK - 1)
@@ -164,7 +164,7 @@ def test_it_needs_no_free_page() -> None:
     assert a.plan == TWO
 
 
-def test_what_was_taken_meanwhile_is_not_taken_back() -> None:
+def test_layer_taken_meanwhile_is_not_taken_back() -> None:
     """Found faster, but not arranged yet, when pages run out: then it needs too many."""
     device, governor, _, a = model(2.0, streaming(EQUAL, spread(EQUAL, 3), 1))
     arrange, a.arrange = a.arrange, lambda governor, plan: None  # type: ignore[method-assign]
@@ -190,7 +190,7 @@ def test_prompts_and_answers_in_turns_do_not_make_it_flap() -> None:
     assert all(after - before >= 2 * LOOK for before, after in pairwise(steps))
 
 
-def test_what_it_may_stream_moves_with_its_plan() -> None:
+def test_faster_plan_is_kept_after_an_idle_while() -> None:
     """Idle for a while and asked to decode again it keeps the plan, though more layers stream than it came with."""
     _, governor, clock, a = model(2.0, ONE)
     changes(a, governor, LOOK)
@@ -201,13 +201,13 @@ def test_what_it_may_stream_moves_with_its_plan() -> None:
 
 
 @pytest.mark.parametrize("options", [{"tpot": 1.0}, {"ttft": 1.0}, {"interval": 2}, {"interval": None}])
-def test_what_was_asked_for_and_what_an_slo_gave_stays(options: dict[str, Any]) -> None:
+def test_plan_that_was_asked_for_or_given_by_an_slo_stays(options: dict[str, Any]) -> None:
     """Only a model that is free to choose does."""
     _, governor, _, a = model(2.0, ONE, **options)
     assert not any("faster" in decision.why for decision in (a.step(governor) for _ in range(200)))
 
 
-def test_what_cannot_be_arranged_is_not_tried_at_each_iteration() -> None:
+def test_plan_that_cannot_be_arranged_is_tried_at_looks_only() -> None:
     """A plan that could not be arranged is offered again at the next look, not at every iteration."""
     _, governor, _, a = model(2.0, ONE)
     arranged = []

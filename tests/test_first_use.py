@@ -110,7 +110,7 @@ def test_each_model_is_managed_and_gives_its_pages_back_when_collected(watching:
     assert weight_pages() == 0
 
 
-def test_what_the_program_manages_itself_is_left_to_it(watching: FirstUse, recwarn: pytest.WarningsRecorder) -> None:
+def test_model_the_program_manages_is_left_to_it(watching: FirstUse, recwarn: pytest.WarningsRecorder) -> None:
     model = llama()
     with manage(model):
         model(TOKENS)

@@ -97,7 +97,7 @@ def test_only_this_thread_and_this_model_get_elastic_layers(device: Device) -> N
     assert not leases
 
 
-def test_nothing_is_left_behind() -> None:
+def test_detached_models_leave_transformers_as_it_was() -> None:
     before = GenerationMixin._prepare_cache_for_generation
     signature = inspect.signature(before)
     models = [build("llama"), build("gpt2")]
@@ -118,7 +118,7 @@ def test_nothing_is_left_behind() -> None:
     assert GenerationMixin._prepare_cache_for_generation is before
 
 
-def test_who_wrapped_ours_keeps_his_wrapper(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_around_ours_stays(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     detach = generation.attach(model)
     ours = compat.layer_types()["full_attention"]
@@ -188,7 +188,7 @@ def test_other_kinds_of_cache_stay_what_they_are(
         assert made
 
 
-def test_what_builds_no_dynamic_cache_is_left_alone() -> None:
+def test_module_without_a_dynamic_cache_is_left_alone() -> None:
     bert = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
     modules = (transformers.BertModel(transformers.BertConfig(**bert)), build("minimax"), build("rwkv"))
     for module in (*modules, torch.nn.Linear(2, 2)):

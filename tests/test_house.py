@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,17 +23,8 @@ from ballonet.offload.policy.tuning import DEFAULT
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("allocator", "offload", "hooks", "facade")
-CORE = (
-    "base",
-    "driver",
-    "torch",
-    "pages",
-    "mapping",
-    "reclaim",
-    "heap",
-    "device",
-    "bindings",
-)  # of allocator/csrc, too
+# folders of allocator/csrc, in import order
+CORE = ("base", "driver", "torch", "pages", "mapping", "reclaim", "heap", "device", "bindings")
 FACADE = ROOT / "src" / "ballonet"
 CSRC = ROOT / "allocator" / "csrc"
 SOURCES = [
@@ -42,10 +34,8 @@ SOURCES = [
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 # modules that need no torch
 LIGHT = (
-    *("config", "control", "errors", "events", "findings", "info", "looks", "ram", "replay", "stats"),
-    *("device_choice", "devices"),
-    "shared_ledger",
-    "units",
+    *("config", "control", "device_choice", "devices", "errors", "events", "findings", "info", "looks", "ram"),
+    *("replay", "shared_ledger", "stats", "units"),
 )
 
 
@@ -162,15 +152,6 @@ def test_numbers_that_decide_lie_in_one_place(trees: dict[Path, ast.Module]) -> 
     assert facts == FACTS
 
 
-def test_no_number_that_decides_is_patched() -> None:
-    """Tests give such values as arguments, or through the fixture `tuned`. What they patch are facts and lists of
-    names, and numbers of others."""
-    known = {"COMPILERS", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "LIBCUDA", "PROBES", "ROOT", "TOOLKIT", "LEAST_SECONDS"}
-    for path in OTHERS:
-        for name in re.findall(r"""(?:setattr|object)\(\w+, ["'](_?[A-Z][A-Z0-9_]+)["']""", path.read_text()):
-            assert name in known.union(*FACTS.values()), f"{path} patches {name}"
-
-
 def includes_above(folder: str, text: str) -> list[str]:
     """What a C++ file includes from folders of the core that come after its own. torch/ is compiled apart and includes
     nothing of the core, standin/ only what the driver's functions are."""
@@ -211,7 +192,7 @@ def test_folders_of_the_core_include_one_way() -> None:
     assert includes_above("standin", '#include "pages/pool.h"') == ["pages"]
 
 
-def test_what_python_and_the_core_decide_by_agrees() -> None:
+def test_numbers_of_python_and_the_core_agree() -> None:
     match = re.search(r"kAheadBytes = ([\d']+);", (CSRC / "base" / "tuning.h").read_text())
     assert match is not None
     assert int(match[1].replace("'", "")) == DEFAULT.kv_growth.ahead
@@ -275,229 +256,99 @@ def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
 
 
 REFERENCE = re.compile(r"([\w/]+\.(?:py|h|cpp)),? Note \[([^\]]+)\]|Note \[([^\]]+)\](?: in ([\w/]+\.(?:py|h|cpp)))?")
-MEMBER = re.compile(r"\b([A-Z]\w+)(?:\.|::)(?!py\b|h\b|cpp\b)(\w+)")
 FILE = re.compile(r"(?<![\w/.-])(?:[\w-]+/)*([\w-]+\.(?:py|h|cpp))\b")
 NOTE = re.compile(r"^[ \t]*(?://|#)?[ \t]*Note \[([^\]]+)\](?:$|\. )", re.MULTILINE)
 FOREIGN = {"cuda.h", "test_cuda.py", "bench_NAME.py"}  # of CUDA and torch; a pattern
 
 
-def prose_and_classes(path: str, text: str) -> tuple[str, dict[str, tuple[set[str], set[str]]]]:
-    """The docstrings and comments of a file, each on one line; and by name of a class the words in it (of C++ those of
-    the file), and its bases."""
-    classes: dict[str, tuple[set[str], set[str]]] = {}
+def prose(path: str, text: str) -> str:
+    """The docstrings and comments of a file, each on one line."""
     if path.endswith(".py"):
         blocks = re.findall(r"(?:^[ \t]*#(?!include).*\n)+|  # .*", text, re.MULTILINE)
-        lines = text.split("\n")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                blocks.append(ast.get_docstring(node) or "")
-            if isinstance(node, ast.ClassDef):
-                words = {*re.findall(r"\w+", "\n".join(lines[node.lineno : node.end_lineno]))}
-                classes[node.name] = words, {*re.findall(r"\w+", " ".join(map(ast.unparse, node.bases)))}
+        blocks += [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)]
     else:
         blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
-        code = re.sub(r"//.*", "", text)
-        classes = {name: ({*re.findall(r"\w+", code)}, set()) for name in re.findall(r"(?:class|struct) (\w+)", code)}
-    return "\n".join(re.sub(r"\s*\n\s*(?:(?://|#) ?)?", " ", block) for block in blocks), classes
+    return "\n".join(re.sub(r"\s*\n\s*(?:(?://|#) ?)?", " ", block) for block in blocks)
 
 
 def broken_references(texts: dict[str, str]) -> list[str]:
-    """References in docstrings and comments to files, Notes and members of classes that do not exist. `texts`: of
-    files, by path."""
+    """References in docstrings and comments to files and Notes that do not exist. `texts`: of files, by path."""
     notes = {path: {*NOTE.findall(text)} for path, text in texts.items()}
     files = {Path(path).name for path in texts} | FOREIGN
-    members: dict[str, set[str]] = {}
-    bases: dict[str, set[str]] = {}
-    said: dict[str, str] = {}
-    for path, text in texts.items():
-        said[path], classes = prose_and_classes(path, text)
-        for name, (words, above) in classes.items():
-            members.setdefault(name, set()).update(words)
-            bases.setdefault(name, set()).update(above)
-
-    def has(name: str, member: str, seen: frozenset[str] = frozenset()) -> bool:
-        above = (bases.get(name, set()) & {*members}) - seen - {name}
-        return member in members[name] or any(has(base, member, seen | {name}) for base in above)
-
     wrong = []
-    for path, text in said.items():
-        for before, noted, alone, after in REFERENCE.findall(text):
+    for path, text in texts.items():
+        said = prose(path, text)
+        for before, noted, alone, after in REFERENCE.findall(said):
             file, note = before or after, noted or alone
             where = [candidate for candidate in texts if file and f"/{candidate}".endswith(f"/{file}")]
             if not file:  # a source may mean its header's
                 where = [candidate for candidate in texts if candidate.rsplit(".", 1)[0] == path.rsplit(".", 1)[0]]
             if not any(note in notes[candidate] for candidate in where):
                 wrong.append(f"{path}: {file or 'here'}, Note [{note}]")
-        wrong += [f"{path}: {file}" for file in FILE.findall(text) if file not in files]
-        wrong += [f"{path}: {a}.{b}" for a, b in MEMBER.findall(text) if a in members and not has(a, b)]
+        wrong += [f"{path}: {file}" for file in FILE.findall(said) if file not in files]
     return wrong
 
 
-def test_docstrings_and_comments_name_what_exists() -> None:
-    """Files, Notes, and members of classes, in Python and C++."""
+def test_docstrings_and_comments_name_files_and_notes_that_exist() -> None:
     paths = [*(path for _, path in SOURCES), *OTHERS, *CSRC.rglob("*.h"), *CSRC.rglob("*.cpp"), ROOT / "setup.py"]
     paths += [*(ROOT / "tests").rglob("*.h"), *(ROOT / "tests").rglob("*.cpp")]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths if path != Path(__file__)}
-    texts["allocator/_native.py"] += (ROOT / "allocator" / "_native.pyi").read_text()
-    texts["tests/test_house.py"] = ""
-    assert broken_references(texts) == []
+    assert broken_references(texts | {"tests/test_house.py": "", "allocator/_native.pyi": ""}) == []
+    for text in ('"""See b.h, Note [Lost]."""', "x = 1  # as lost.py does\n", '"""Note [Lost]."""'):
+        assert broken_references({"b.h": "// Note [Kept]\n// It is.\n", "a.py": text}) != []
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("a.py", '"""See b.h, Note [Lost]."""'),
-        ("a.py", "x = 1  # as lost.py does\n"),
-        ("a.py", '"""Waits, as `Kept.lost`."""\nclass Kept:\n    def wait(self) -> None: ...\n'),
-        ("b.h", "// See Note\n// [Lost].\n"),
-        ("b.cpp", "struct Kept { int wait; };  // see Kept::lost\n"),
-    ],
-)
-def test_a_broken_reference_is_seen(path: str, text: str) -> None:
-    whole = {"b.h": "// Note [Kept]\n// It is.\n", "b.cpp": "// See Note [Kept].\n", "a.py": '"""b.h, Note [Kept]."""'}
-    assert broken_references(whole) == []
-    assert broken_references(whole | {path: text}) != []
-
-
-EDGES = {  # where nobody passes a tuning, as nobody has one yet
-    "hooks/kv/ranges.py",  # a cache outside of managed models
-    "hooks/device/shared_total.py",  # what a command asks of other processes
-    *("hooks/programs/facts.py", "hooks/server/loading.py"),
-    *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/processes.py"),
-    *("hooks/plan/machine.py", "hooks/plan/run.py"),
-    *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
-}
-
-
-def reads_default(tree: ast.Module) -> bool:
-    """Is `DEFAULT` read otherwise than for a parameter or a field that was not given?"""
-    given: list[ast.AST | None] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arguments):
-            given += [*node.defaults, *node.kw_defaults]
-        elif isinstance(node, ast.ClassDef):
-            given += [field.value for field in node.body if isinstance(field, ast.AnnAssign)]
-    known = {id(part) for value in given if value is not None for part in ast.walk(value)}
-    return any(isinstance(node, ast.Name) and node.id == "DEFAULT" and id(node) not in known for node in ast.walk(tree))
-
-
-def test_tunings_are_passed(trees: dict[Path, ast.Module]) -> None:
-    readers = {path.relative_to(ROOT).as_posix() for _, path in SOURCES if reads_default(trees[path])}
-    assert readers - {"offload/policy/tuning.py"} == EDGES
-    assert not reads_default(ast.parse("def act(pause: float = DEFAULT.waiting.pause) -> None: ..."))
-    assert reads_default(ast.parse("PARTS = DEFAULT.weights.link_parts"))
-
-
-_NUMBERS = "numbers alone say what they are, and the last some hundred are kept"
-# What is changed and belongs to no device and to no model: file -> names -> why it is the process's.
+# What is changed and belongs to no device and to no model: file -> names, and why they are the process's.
 PROCESS = {
-    "allocator/captures.py": {"_listeners": "torch's class of graphs is wrapped once"},
-    "allocator/companion.py": {"_temporary_folder": "is deleted when the process ends"},
-    "allocator/control.py": {"_control": "a process has one socket, named by its pid"},
-    "allocator/install.py": {
-        "_installed": "torch has one allocator",
-        "_lock": "of the above",
-        "_warned": "a warning is given once per process",
-    },
-    "allocator/interrupts.py": {"_watched": "Python calls back only as long as somebody keeps the reference"},
-    "allocator/devices.py": {"_runtimes": "the registry of runtimes by number, where what users call looks"},
-    "allocator/versions.py": {"_told": "a warning is given once per process"},
-    "allocator/shared_ledger.py": {"_here": "locks of files are of a process, this one is between its threads"},
-    "hooks/batching/seams.py": {
-        "_attached": "names of transformers are replaced once",
-        "_thread": "of one thread: the model whose loop it makes",
-        "why_stock": "a process has one transformers",
-    },
-    "hooks/device/governors.py": {
-        "_unless_said": "what a runtime is composed with that nobody composed",
-        "_measuring": "devices share the link to the host: it is measured for one at a time",
-    },
-    "hooks/device/graphs.py": {"GRAPHS": "torch's class of graphs is one for all devices"},
-    "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
-    "hooks/forward/hook_base.py": {"_known": "by model: what splices it and what streams it know only the model"},
-    "hooks/forward/lease.py": {
-        "on_this_thread": "of one thread: the leases that it has open",
-        "_numbers": "no two leases have the same",
-    },
-    "hooks/kv/generation.py": {
-        "_attached": "names of transformers are replaced once",
-        "_followed": "`generate` of transformers is wrapped once",
-        "_thread": "of one thread: who hears of its next cache",
-    },
-    "hooks/managed.py": {
-        "models": "the registry of managed models, where what users call looks",
-        "lock": "of the above",
-    },
-    "hooks/pieces/calls.py": {
-        "_runners": "`forward` of a class is wrapped once",
-        "_loops": "a loop is known by its cache",
-        "_users": "torch's switch of cuDNN's attention is the process's",
-    },
-    "hooks/pieces/graph_pool.py": {"_without_collection": "Python collects for the whole process, or not"},
-    "hooks/pieces/recipe.py": {
-        "writes": "an operator of torch has one schema",
-        "THE_CACHE": "a name in recipes",
-        "UNREAD": "the same",
-    },
-    "hooks/pieces/recorder.py": {"_needs_host": "an operator of torch has one schema"},
-    "hooks/pieces/seams.py": {
-        "_recording": "names of transformers are replaced once",
-        "_thread": "of one thread: who records it",
-    },
-    "hooks/plan/forward.py": {
-        "seen": "a configuration has the same forwards whoever plans with it",
-        "_all_widths": "a configuration has the same widths",
-    },
-    "hooks/prefix/sessions.py": {
-        "_stores": "`generate` of transformers is wrapped once",
-        "_thread": "of one thread: may what it computes be stored?",
-    },
-    "hooks/programs/first_use.py": {
-        "_installed": "a notebook loads the extension once",
-        "_watching": "the same",
-    },
-    "hooks/replicas/http_frontend.py": {"_options": "of one request"},
-    "hooks/replicas/pair.py": {
-        "_device": "links share a thread of gloo, by the address of the machine",
-        "local_address": "the machine's, on the way to a store",
-    },
-    "hooks/server/tenants.py": {
-        "is_open": "of one request",
-        "asked_slo": "of one request",
-        "asked_seed": "of one request",
-    },
-    "hooks/splice/elsewhere.py": {"_class_for": "a class for each class of cache layers, so that two are of one type"},
-    "hooks/splice/proof.py": {"_known": "what was proven of a class of models, which no model changes"},
-    "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},
-    "hooks/weights/follow.py": {"_followers": "torch's hooks on registrations are of all modules"},
-    "offload/governor/decision.py": {"_kept": _NUMBERS, "_meeting": _NUMBERS},
-    "offload/policy/coordinator.py": {"_valid_anywhere": _NUMBERS},
-    "offload/policy/plan.py": {"_fewest": _NUMBERS},
-    "offload/policy/remap.py": {"_least": _NUMBERS, "cap": _NUMBERS, "nested": _NUMBERS},
-    "offload/policy/replicas/spans.py": {"_cut": _NUMBERS},
-    "offload/record/link.py": {"_gpu": "NVML is opened once, and stays open; by the name of the GPU"},
+    "allocator/captures.py": "_listeners",  # torch's class of graphs is wrapped once
+    "allocator/companion.py": "_temporary_folder",  # is deleted when the process ends
+    "allocator/control.py": "_control",  # a process has one socket, named by its pid
+    "allocator/install.py": "_installed _lock _warned",  # torch has one allocator; a warning is given once
+    "allocator/interrupts.py": "_watched",  # Python calls back only as long as somebody keeps the reference
+    "allocator/devices.py": "_runtimes",  # the registry of runtimes by number, where what users call looks
+    "allocator/versions.py": "_told",  # a warning is given once per process
+    "allocator/shared_ledger.py": "_here",  # locks of files are of a process, this one is between threads
+    "hooks/batching/seams.py": "_attached _thread why_stock",  # transformers' names are replaced once
+    "hooks/device/governors.py": "_unless_said _measuring",  # the link is measured for one at a time
+    "hooks/device/graphs.py": "GRAPHS",  # torch's class of graphs is one for all devices
+    "hooks/device/shared.py": "_joining",  # joining opens the socket of the process
+    "hooks/forward/local_layers.py": "_known",  # by model: what splices and streams it know only the model
+    "hooks/forward/lease.py": "on_this_thread _numbers",  # of one thread: its open leases; no two have the same number
+    "hooks/kv/generation.py": "_attached _followed _thread",  # transformers' names are replaced once
+    "hooks/managed.py": "models lock",  # the registry of managed models, where what users call looks
+    "hooks/pieces/calls.py": "_runners _loops",  # `forward` of a class is wrapped once; a loop is known by its cache
+    "hooks/pieces/cudnn.py": "_users",  # torch's switch of cuDNN's attention is the process's
+    "hooks/pieces/graph_pool.py": "_without_collection",  # Python collects for the whole process, or not
+    "hooks/pieces/recipe.py": "writes THE_CACHE UNREAD",  # an operator of torch has one schema; names in recipes
+    "hooks/pieces/recorder.py": "_needs_host",  # an operator of torch has one schema
+    "hooks/pieces/seams.py": "_recording _thread",  # transformers' names; who records, by thread
+    "hooks/plan/forward.py": "seen",  # a configuration has the same forwards whoever plans with it
+    "hooks/plan/shape.py": "_all_widths",  # a configuration has the same widths
+    "hooks/prefix/sessions.py": "_stores _thread",  # `generate` is wrapped once; of one thread: may it be stored?
+    "hooks/programs/notebook.py": "_installed _watching",  # a notebook loads the extension once
+    "hooks/replicas/http_frontend.py": "_options",  # of one request
+    "hooks/replicas/pair.py": "_device local_address",  # links share a thread of gloo, by the machine's address
+    "hooks/server/length.py": "is_open",  # of one request
+    "hooks/server/tenants.py": "asked_slo asked_seed",  # of one request
+    "hooks/splice/elsewhere.py": "_class_for",  # for each class of cache layers one, so that two are of one type
+    "hooks/splice/proof.py": "_known",  # what was proven of a class of models, which no model changes
+    "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
+    "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules
+    "offload/governor/situation.py": "_kept _meeting",  # by numbers; the last some hundred are kept
+    "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
+    "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
+    "offload/policy/layer_order.py": "_least nested",  # by numbers; the last some hundred are kept
+    "offload/policy/remap.py": "cap",  # by numbers; the last some hundred are kept
+    "offload/policy/replicas/spans.py": "_cut",  # by numbers; the last some hundred are kept
+    "offload/record/link.py": "_gpu",  # NVML is opened once, and stays open; by the name of the GPU
 }
-FIXED = {  # classes and functions of others whose results nobody changes
-    *("Context", "Path", "Struct", "TypeVar", "attrgetter", "compile", "device", "frozenset", "getattr", "init_logger"),
-    *(
-        "Decoder",
-        "Encoder",
-        "join",
-        "len",
-        "methodcaller",
-        "min",
-        "object",
-        "range",
-        "slice",
-        "split",
-        "timedelta",
-        "tuple",
-    ),
-    *("with_name", "_alone"),
+FIXED = {  # functions of others whose results nobody changes
+    *("Context", "Decoder", "Encoder", "Path", "Struct", "TypeVar", "attrgetter", "compile", "device", "frozenset"),
+    *("getattr", "init_logger", "join", "len", "lru_cache", "methodcaller", "min", "object", "range", "slice", "split"),
+    *("timedelta", "tuple", "with_name", "_alone"),
 }
-_CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"}
-_CHANGES |= {"remove", "setdefault", "update"}
 _MADE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+_REMEMBERS = {"cache", "lru_cache"}  # of functools
 
 
 def last_name(node: ast.AST) -> str:
@@ -517,112 +368,52 @@ def frozen(tree: ast.Module) -> Iterator[str]:
                 yield node.name
 
 
-def given_at_import(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
-    """The names that a module gives to values, and these values, as far as they are made there."""
-    for node in body:
+def process_state(tree: ast.Module, fixed: set[str]) -> set[str]:
+    """What a module keeps for all of the process: names for what may change (tables of constants have names in
+    capitals), and functions whose results are kept. `fixed`: what returns nothing that changes."""
+    state = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):
-                    yield target.id, node.value
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            yield from given_at_import([inner for inner in ast.walk(node) if isinstance(inner, ast.stmt)][1:])
-
-
-def changed(tree: ast.Module, fixed: set[str]) -> set[str]:
-    """Names that a module gives to what is changed later, or may be: a table of constants, with a name in capitals that
-    nothing in the module changes, is none. `fixed`: what returns nothing that changes."""
-    given = dict(given_at_import(tree.body))
-    altered = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            altered.add(last_name(node.func.value))
-        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            altered.add(last_name(node.value))
-    made = {name for name, value in given.items() if isinstance(value, _MADE) and not name.isupper()}
-    called = {name for name, value in given.items() if isinstance(value, ast.Call) and last_name(value) not in fixed}
-    return {name for name in (altered | made | called) & {*given} if name != "__all__"}
-
-
-_REMEMBERS = {"cache", "lru_cache"}  # of functools
-
-
-def remembered(tree: ast.Module) -> set[str]:
-    """Functions of a module, and methods of its classes, whose results are kept for all of the process."""
-    owners = [(tree, ""), *((node, f"{node.name}.") for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
-    cached = {name for name, value in given_at_import(tree.body) if last_name(value) in _REMEMBERS}
-    for owner, prefix in owners:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            made = isinstance(node.value, _MADE) and isinstance(target, ast.Name) and not target.id.isupper()
+            called = isinstance(node.value, ast.Call) and last_name(node.value) not in fixed
+            if made or called or last_name(node.value) in _REMEMBERS:
+                state.add(last_name(target))
+    for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
         for node in owner.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                cached |= {prefix + node.name for mark in node.decorator_list if last_name(mark) in _REMEMBERS}
-    return cached
+            if isinstance(node, ast.FunctionDef) and {*map(last_name, node.decorator_list)} & _REMEMBERS:
+                state.add(node.name if owner is tree else f"{getattr(owner, 'name', '')}.{node.name}")
+    return state - {"__all__"}
 
 
-def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Module]) -> None:
+def test_process_wide_state_is_listed(trees: dict[Path, ast.Module]) -> None:
     """Two runtimes in one process know nothing of each other: what is the process's is listed, with the reason. Results
     that are kept of functions are so, too: they may keep alive what they were asked with."""
-    fixed = {"lru_cache", *FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
-    names = {path: changed(trees[path], fixed) | remembered(trees[path]) for _, path in SOURCES}
-    owned = {path.relative_to(ROOT).as_posix(): changes for path, changes in names.items()}
-    assert {path: names for path, names in owned.items() if names} == {path: {*whys} for path, whys in PROCESS.items()}
+    fixed = {*FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
+    owned = {path.relative_to(ROOT).as_posix(): process_state(trees[path], fixed) for _, path in SOURCES}
+    assert {path: names for path, names in owned.items() if names} == {
+        path: {*names.split()} for path, names in PROCESS.items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("code", "names"),
-    [
-        ("_known: dict[int, str] = {}", {"_known"}),
-        ("_lock = threading.Lock()", {"_lock"}),
-        ("TABLE = {}\ndef note(name): TABLE[name] = 1", {"TABLE"}),
-        ("TABLE: Final = {}\ndef note(name): TABLE.setdefault(name, []).append(1)", {"TABLE"}),
-        ("_on = False\ndef turn():\n    global _on\n    _on = True", {"_on"}),
-        ("if True:\n    _known = set()", {"_known"}),
-        ("TABLE = {'a': 1}\nDEFAULT = Options()\n_NAME = re.compile('a')\ndef here(): found = {}; found[0] = 1", set()),
-    ],
-)
-def test_what_changes_is_seen(code: str, names: set[str]) -> None:
-    assert changed(ast.parse(code), {"Options", "compile"}) == names
-
-
-@pytest.mark.parametrize(
-    ("code", "names"),
-    [
-        ("@functools.cache\ndef _class_for(stock): ...", {"_class_for"}),
-        ("@lru_cache(maxsize=8)\ndef _device(address): ...", {"_device"}),
-        ("_least = lru_cache(maxsize=256)(smallest)", {"_least"}),
-        ("class Planner:\n    @cache\n    def ask(self): ...", {"Planner.ask"}),
-        ("class Planner:\n    def __init__(self): self.ask = cache(self._ask)", set()),
-        ("def planner():\n    @cache\n    def ask(): ...", set()),
-    ],
-)
-def test_what_is_remembered_is_seen(code: str, names: set[str]) -> None:
-    assert remembered(ast.parse(code)) == names
-
-
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Again|So|Also)\b")
-
-
 # beginnings that send the reader elsewhere, or say of how many and not of what
 ELSEWHERE = re.compile(r"(See|As|All of|Both of|Within it)\b")
 STILL_ELSEWHERE = ("hooks/replicas/", "hooks/virtual_replicas/", "allocator/", "offload/")
 
 
-def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:
-    """Docstrings that do not begin with what the thing is or does, but with a word for something that was not said."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+def docstrings_like(words: re.Pattern[str], tree: ast.AST) -> list[str]:
+    docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
     return [docstring for docstring in docstrings if docstring and words.match(docstring)]
 
 
-def test_docstrings_begin_with_what_it_is_about(trees: dict[Path, ast.Module]) -> None:
-    assert {path: wrong for path, tree in trees.items() if (wrong := dangling(tree))} == {}
-    assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
-
-
-def test_docstrings_do_not_send_the_reader_elsewhere(trees: dict[Path, ast.Module]) -> None:
+def test_docstrings_begin_with_what_a_thing_is_or_does(trees: dict[Path, ast.Module]) -> None:
+    """Not with a word for something that was not said, and do not send the reader elsewhere."""
+    assert {path: wrong for path, tree in trees.items() if (wrong := docstrings_like(DANGLING, tree))} == {}
     inside = {path.relative_to(ROOT).as_posix(): path for room, path in SOURCES if room != "facade"}
     checked = {name: path for name, path in inside.items() if not name.startswith(STILL_ELSEWHERE)}
-    assert {name: wrong for name, path in checked.items() if (wrong := dangling(trees[path], ELSEWHERE))} == {}
-    for text in ("See Note [Turns].", "As `append`.", "All of these.", "Both of them."):
-        assert dangling(ast.parse(f'def pages():\n    """{text}"""'), ELSEWHERE) == [text]
+    assert {name: wrong for name, path in checked.items() if (wrong := docstrings_like(ELSEWHERE, trees[path]))} == {}
 
 
 def test_every_client_runs_the_contract() -> None:
@@ -703,11 +494,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy.parent / archive.name.removesuffix(".tar.gz")
 
 
-def setup(tree: Path, *command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *command], cwd=tree, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def setup(tree: Path, *command: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py of the tree. `more`: of `subprocess.run`."""
+    words = [sys.executable, "setup.py", "-q", *command]
+    return subprocess.run(words, **{"cwd": tree, "capture_output": True, "text": True, "check": True, **more})
 
 
 def files(folder: Path) -> set[str]:
@@ -715,24 +505,14 @@ def files(folder: Path) -> set[str]:
 
 
 def test_the_sdist_holds_every_source(sdist: Path) -> None:
-    wanted = {path.relative_to(ROOT).as_posix() for _, path in SOURCES}
-    wanted |= {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "allocator" / "csrc").rglob("*.*") if path.is_file()
-    }
-    wanted |= {
-        "LICENSE",
-        "README.md",
-        "Makefile",
-        "constraints.txt",
-        "pyproject.toml",
-        "setup.py",
-        "src/ballonet/py.typed",
-    }
+    sources = [*(path for _, path in SOURCES), *(path for path in CSRC.rglob("*.*") if path.is_file())]
+    wanted = {path.relative_to(ROOT).as_posix() for path in sources}
+    wanted |= {"LICENSE", "README.md", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"}
     assert wanted - files(sdist) == set()
     assert [name for name in files(sdist) if name.endswith((".so", ".o", ".pyc"))] == []
 
 
-def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path, tmp_path: Path) -> None:
+def test_installed_files_are_the_package_and_the_companion_s_source(sdist: Path, tmp_path: Path) -> None:
     setup(sdist, "build_py", f"--build-lib={tmp_path}")
     installed = files(tmp_path)
     python = {f"ballonet/{path.relative_to(FACADE if room == 'facade' else ROOT).as_posix()}" for room, path in SOURCES}
@@ -749,14 +529,7 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
 
 
 def test_a_build_without_a_compiler_says_so_in_a_sentence(sdist: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=sdist,
-        env={"PATH": "/nowhere"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = setup(sdist, "build_ext", "--inplace", env={"PATH": "/nowhere"}, check=False)
     assert done.returncode == 1
     assert done.stderr == (
         "ballonet's native core cannot be built: it needs a C++17 compiler and finds no c++, g++ or clang++. "
@@ -788,16 +561,11 @@ import ballonet.hooks.server.load, ballonet.offload.policy.replicas.controller
 def test_without_a_compiler_what_needs_no_pages_works(sdist: Path, tmp_path: Path) -> None:
     """Installed with a compiler that compiles nothing: said then, and by a typed error when the core is used."""
     built = tmp_path / "lib"
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", f"--build-base={tmp_path}", f"--build-lib={built}"],
-        cwd=sdist,
-        env={"PATH": os.environ["PATH"], "CXX": "false"},
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,  # what is said is not said on the terminal of whoever runs the tests
+    environment = {"PATH": os.environ["PATH"], "CXX": "false"}
+    # in a session of its own: what is said is not said on the terminal of whoever runs the tests
+    done = setup(
+        sdist, "build", f"--build-base={tmp_path}", f"--build-lib={built}", env=environment, start_new_session=True
     )
-    assert done.returncode == 0, done.stderr
     assert "WITHOUT ITS NATIVE CORE: false cannot build a small program" in done.stderr
     assert [name for name in files(built) if name.endswith(".so")] == []
     used = subprocess.run(

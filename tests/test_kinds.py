@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks import compat
 from ballonet.hooks.kv import generation
-from ballonet.hooks.kv.cache import CROSS_ATTENTION, ELASTIC, CachePlan, elastic_layers, plan, reason_to_leave
+from ballonet.hooks.kv.kinds import CROSS_ATTENTION, CachePlan, elastic_layers, plan, reason_to_leave
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import build
@@ -163,11 +163,3 @@ def test_defining_the_elastic_layers_registers_nothing() -> None:
     """
     # not a fork of the tests' own programs, which have imported ballonet already
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
-def test_each_elastic_class_is_the_stock_class_it_replaces() -> None:
-    for stock, elastic in ELASTIC.items():
-        assert isinstance(stock, type)
-        assert issubclass(elastic, stock)
-        assert elastic.stock is stock
-        assert elastic._layer_type is None

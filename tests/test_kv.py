@@ -232,12 +232,12 @@ class Twins(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_calls_equals_stock() -> None:
-    run_state_machine_as_test(Twins, settings=settings(max_examples=100, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Twins, settings=settings(max_examples=50, stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64],
+    [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64],
 )
 def test_every_dtype(dtype: torch.dtype) -> None:
     elastic, expected = ElasticLayer(), []
@@ -332,7 +332,7 @@ def test_a_view_outlives_its_layer(device: Device) -> None:
 
 @pytest.mark.usefixtures("full_host")
 @pytest.mark.parametrize("helps", [True, False])
-def test_what_torch_caches_of_the_pool_is_asked_for_before_giving_up(
+def test_memory_cached_by_torch_is_asked_for_before_giving_up(
     device: Device, helps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, layer = ElasticLayer(), ElasticLayer()

@@ -102,7 +102,7 @@ def check_same(folder: Path, cls: Any = None, auto: Any = AutoModelForCausalLM, 
      ("llama", {"dtype": torch.float16}, {"dtype": torch.float32}),
      ("llama", {"dtype": torch.float16}, {"dtype": "auto"}), ("llama", {"dtype": torch.bfloat16}, {})],
 )  # fmt: skip
-def test_what_is_loaded_is_what_transformers_loads(
+def test_loaded_model_is_the_one_transformers_loads(
     tmp_path: Path, device: Device, name: str, kept: dict[str, Any], options: dict[str, Any]
 ) -> None:
     saved(tmp_path, name, **kept)
@@ -170,7 +170,7 @@ def test_unusual_checkpoints(tmp_path: Path, device: Device, checkpoint: Callabl
     assert adapted == (checkpoint is beside_an_adapter)
 
 
-def test_what_is_returned_beside_the_model(tmp_path: Path, device: Device) -> None:
+def test_loading_info_is_returned_beside_the_model(tmp_path: Path, device: Device) -> None:
     saved(tmp_path)
     model, info = ballonet.from_pretrained(tmp_path, output_loading_info=True)
     _, stock = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -186,7 +186,7 @@ def test_a_device_that_the_user_has_set_is_not_where_it_goes(tmp_path: Path, dev
     assert model.device.type == "cpu"
 
 
-def test_it_is_managed_as_asked(tmp_path: Path, device: Device) -> None:
+def test_loaded_model_is_managed_as_asked(tmp_path: Path, device: Device) -> None:
     model = ballonet.from_pretrained(deep(tmp_path), interval=4)
     managed = testing.manage(model, chaos=7)
     assert managed.report().streamed == (3, 7)
@@ -199,7 +199,7 @@ def test_it_is_managed_as_asked(tmp_path: Path, device: Device) -> None:
     assert contents(model) == contents(stock)
 
 
-def test_it_installs_where_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_installs_where_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
     monkeypatch.setenv("BALLONET_BUDGET", str(BUDGET))
     with installing(BUDGET, PAGE):
@@ -421,7 +421,7 @@ class Loader:
 
 
 @pytest.mark.parametrize("where", ["option", "checkpoint", "kernels", "nowhere"])
-def test_what_depends_on_the_device_is_loaded_there(tmp_path: Path, device: Device, where: str) -> None:
+def test_checkpoint_that_depends_on_the_device_is_loaded_there(tmp_path: Path, device: Device, where: str) -> None:
     without_weights(tmp_path)
     options: dict[str, Any] = {}
     if where == "option":

@@ -21,8 +21,7 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
-from ballonet.hooks.weights.model_parts import TensorMember
-from ballonet.hooks.weights.moving import MoveIn, flat_over, tenants_of
+from ballonet.hooks.weights.moving import MoveIn
 
 from . import models
 from .models import logits
@@ -94,18 +93,6 @@ def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device
             assert managed.report().pages == 1
         model[3].double()
         assert managed.report().pages == 0
-
-
-def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) -> None:
-    ranges = [device.reserve(PAGE, "weights", device.group()) for _ in range(2)]
-    for range_ in ranges:
-        range_.map(0, 1)
-    members = [TensorMember(f"{n}", flat_over(stretch, 0, PAGE), set()) for n, stretch in enumerate(ranges)]
-    for member, opened in zip(members, ranges, strict=True):
-        assert tenants_of([opened], members) == [(member, opened)]
-    del members, member
-    for range_ in ranges:
-        range_.close()
 
 
 # What cannot be taken in
@@ -230,7 +217,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.counts
-def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Device) -> None:
+def test_weight_replaced_again_and_again_is_left_alone(device: Device) -> None:
     model = Counting()
     with ballonet.manage(model) as managed:
         for step in range(1, 20):
@@ -244,7 +231,7 @@ def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Devic
 
 
 @pytest.mark.counts
-def test_nothing_is_moved_under_another_thread(device: Device) -> None:
+def test_weights_are_not_moved_under_another_thread(device: Device) -> None:
     model = build()
     with ballonet.manage(model) as managed:
         with install.stock():
@@ -295,7 +282,7 @@ def test_threads_that_run_while_weights_are_replaced_see_the_same_values(device:
 
 
 @pytest.mark.counts
-def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_new_at_a_capture_stays(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     with ballonet.manage(model) as managed:
         with install.stock():
@@ -313,7 +300,7 @@ def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatc
 
 
 @pytest.mark.counts
-def test_what_was_taken_in_without_gradients_can_be_trained() -> None:
+def test_weight_taken_in_without_gradients_can_be_trained() -> None:
     model, twin = build(), build()
     with ballonet.manage(model):
         for variant in (model, twin):

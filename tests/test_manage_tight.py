@@ -60,7 +60,7 @@ def test_layers_that_stream_make_room_for_all_else(part: float) -> None:
     gc.collect()
 
 
-def test_what_does_not_fit_is_a_typed_error_and_changes_nothing() -> None:
+def test_model_that_does_not_fit_is_a_typed_error_and_unchanged() -> None:
     with install.stock():
         original = build("llama", **SHAPE)
     ballonet.install(weights(original) + 24 * PAGE, page_size=PAGE, host_budget=2 * PAGE, device="cpu", spill=False)

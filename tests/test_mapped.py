@@ -104,7 +104,7 @@ def test_parts_and_turned_views_are_where_they_are(tensors: dict[str, torch.Tens
     assert spans[0].file is spans[3].file  # type: ignore[union-attr]
 
 
-def test_what_does_not_use_every_byte_is_no_view(tensors: dict[str, torch.Tensor]) -> None:
+def test_tensor_with_gaps_is_no_view(tensors: dict[str, torch.Tensor]) -> None:
     a = tensors["a"]
     own = (a.clone(), torch.empty(4, device="meta"), torch.empty(0))
     gaps = (*own, a[:, :64], a[::2], a.as_strided((64, 128), (64, 1)), a[:0], a._neg_view(), a.expand(2, 128, 128))
@@ -113,7 +113,7 @@ def test_what_does_not_use_every_byte_is_no_view(tensors: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("kernel", ["tells", "tells nothing"])
-def test_what_was_written_since_is_not_what_the_file_holds(
+def test_tensor_written_since_is_no_view(
     tensors: dict[str, torch.Tensor], kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neighbours of it, on a page that is not the file's any more, are."""
@@ -137,7 +137,7 @@ def test_what_was_written_since_is_not_what_the_file_holds(
     assert found(order[2].t()) != [None]
 
 
-def test_nothing_is_read_but_the_header(tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_views_reads_only_the_header(tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     read, reads = WeightsFile.read, []
 
     def noted(file: WeightsFile, offset: int, nbytes: int) -> bytes:

@@ -109,7 +109,7 @@ def test_before_install_there_is_a_page_with_nothing_on_it() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_a_supervisor_adds_is_on_the_one_page_until_it_ends() -> None:
+def test_figures_of_a_supervisor_are_on_the_page_until_it_ends() -> None:
     moved, seconds = (7, 9), {"busy": 3.0, "open": 4.0}
     state = FleetState(
         5, {0: (0, 4), 1: (4, 8)}, ((0, 1),), 2, 1, 0, 0, moved, 6, 4, 0, 0, {}, {0: 4, 1: 4}, **seconds, errors={}
@@ -147,7 +147,7 @@ def test_a_port_in_use_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, "9400", 1.5])
-def test_what_is_no_port(port: Any) -> None:
+def test_impossible_port_is_refused(port: Any) -> None:
     with pytest.raises(ConfigError, match="which is no port: write a whole number from 0 to 65535"):
         ballonet.metrics.serve(port)
 
@@ -176,12 +176,6 @@ def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.Monkey
 
 
 # -- the dashboard
-
-
-def test_names_in_expressions_are_found() -> None:
-    told = 'histogram_quantile(0.5, sum by (le, model) (rate(a_bucket{b=~"c"}[5m]))) / sum(d_total) * e'
-    assert asked(told) == {"a_bucket", "d_total", "e"}
-    assert asked("label_values(a_bytes, instance)") == {"a_bytes"}
 
 
 @pytest.mark.usefixtures("installed")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaForCausalLM
 
 import ballonet
 from ballonet.allocator import install
@@ -46,7 +46,7 @@ def widths(caches: list[Any]) -> list[Any]:
     return [None if keys is None else (keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs]
 
 
-@pytest.mark.parametrize("name", sorted({*NOT_WITHOUT_VALUES, *list(ARCHITECTURES)[::4], "deepseek_v2", "t5gemma"}))
+@pytest.mark.parametrize("name", sorted({*NOT_WITHOUT_VALUES, *list(ARCHITECTURES)[::8], "deepseek_v2", "t5gemma"}))
 def test_without_values_a_token_finds_the_widths_of_a_real_cache(name: str) -> None:
     model = models.build(name)
     if not plan(type(model), model.config).elastic:
@@ -89,15 +89,15 @@ def test_the_bytes_are_those_that_a_managed_model_takes(tmp_path: Path, name: st
 @pytest.mark.parametrize(("name", "layers"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
 def test_a_device_must_have_no_more_of_a_model_with_more_layers(tmp_path: Path, name: str, layers: str) -> None:
     few, many = (
-        model_info.gather(saved(tmp_path / f"{count}", name, **{layers: count}), SETTINGS, 1, 10) for count in (6, 12)
+        model_info.gather(saved(tmp_path / f"{count}", name, **{layers: count}), SETTINGS, 1, 10) for count in (3, 6)
     )
-    model = models.build(name, **{layers: 12})
+    model = models.build(name, **{layers: 6})
     tensors = {parameter.data_ptr(): parameter.nbytes for parameter in (*model.parameters(), *model.buffers())}
     assert many["weights"] == sum(tensors.values())
     assert many["smallest"] == few["smallest"] < few["weights"]
 
 
-def test_what_is_said_of_layers_that_are_alike(tmp_path: Path) -> None:
+def test_layers_that_are_alike_have_one_row(tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 5, "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}
     facts = model_info.gather(saved(tmp_path, "gemma2", **changes), SETTINGS, 2, 1000)
     full, window = facts["layers"]
@@ -137,19 +137,6 @@ def test_the_dtype_of_the_weights_is_that_of_the_cache(tmp_path: Path) -> None:
     assert facts["layers"][0]["token_bytes"] == 2 * (8 + 8) * 2
 
 
-@pytest.mark.parametrize("name", ["llama", "t5gemma", "mamba", "minimax", "blip-2"])
-def test_what_people_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = model_info.gather(saved(tmp_path, name), SETTINGS, 1, 100)
-    assert facts["widths"].startswith("known with the first token: ") == (name in NOT_WITHOUT_VALUES)
-    assert json.loads(json.dumps(facts)) == facts
-    model_info.show(facts)
-    said = capsys.readouterr().out
-    assert facts["class"] in said
-    assert ("Nothing of its cache is elastic" in said) == (name == "minimax")
-    assert ("No layer of it is elastic" in said) == (name == "mamba")
-    assert ("cross" in said) == (name == "t5gemma")
-
-
 @pytest.mark.parametrize(
     ("indices", "says"),
     [
@@ -164,11 +151,24 @@ def test_indices_are_written_shortly(indices: list[int], says: str) -> None:
     assert model_info._spans(indices) == says
 
 
+@pytest.mark.parametrize("name", ["llama", "t5gemma", "mamba", "minimax", "blip-2"])
+def test_info_shows_a_table_of_layers(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = model_info.gather(saved(tmp_path, name), SETTINGS, 1, 100)
+    assert facts["widths"].startswith("known with the first token: ") == (name in NOT_WITHOUT_VALUES)
+    assert json.loads(json.dumps(facts)) == facts
+    model_info.show(facts)
+    said = capsys.readouterr().out
+    assert facts["class"] in said
+    assert ("Nothing of its cache is elastic" in said) == (name == "minimax")
+    assert ("No layer of it is elastic" in said) == (name == "mamba")
+    assert ("cross" in said) == (name == "t5gemma")
+
+
 def test_a_type_is_enough_and_a_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert model_info.gather("llama", SETTINGS, 1, 10)["layers"][0]["indices"] == list(range(32))
-    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "llama")
-    assert model_info.gather("llama", SETTINGS, 1, 10)["layers"][0]["indices"] == [0, 1]
+    assert model_info.gather("gpt2", SETTINGS, 1, 10)["layers"][0]["indices"] == list(range(12))
+    GPT2Config(n_layer=2).save_pretrained(tmp_path / "gpt2")
+    assert model_info.gather("gpt2", SETTINGS, 1, 10)["layers"][0]["indices"] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_type_is_enough_and_a_folder_comes_first(tmp_path: Path, monkeypatch: 
         ('{"model_type": "llama", "layer_types": ["unheard_of"], "num_hidden_layers": 1}', "unheard_of"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, content: str | None, says: str) -> None:
+def test_unreadable_configuration_is_told(tmp_path: Path, content: str | None, says: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=says):
@@ -220,7 +220,7 @@ def test_how_a_model_decodes_on_a_gpu_is_told_with_its_reason(
     assert {"fine": "cut at the cache's update", "coarse": "cut around modules", "eager": "launched ("}[way] in said
 
 
-def test_what_the_first_call_tells_is_not_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_leaves_open_what_the_first_call_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("no values")
 

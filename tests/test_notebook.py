@@ -122,7 +122,7 @@ def test_an_interrupted_cell_can_be_run_again(notebook: Notebook) -> None:
     assert kept() == before
 
 
-def test_what_the_notebook_shows(notebook: Notebook) -> None:
+def test_managed_models_and_stats_are_shown_as_tables(notebook: Notebook) -> None:
     notebook.run(LOAD)
     notebook.run(MODEL)
     shown = notebook.shown("managed = ballonet.manage(model)\nmanaged")

@@ -1,4 +1,4 @@
-"""`ballonet.watch()` in a real IPython shell: a table, and a live widget where ipywidgets is there."""
+"""`ballonet.watch()` where ipywidgets is there: a live widget. In a real kernel: test_notebook_kernel.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 import ballonet
-from ballonet.allocator import control, devices
+from ballonet.allocator import control
 from ballonet.allocator.errors import NoSuchProcess, NotReachable
-from ballonet.hooks.watch.view import Watched
 
 from .pool import take_out
 from .test_watch import gone
@@ -67,49 +65,17 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the shell takes
-    opened = InteractiveShell()
-    yield opened
-    opened.reset()
-    opened.history_manager.end_session()
-
-
-@pytest.fixture
 def widgets(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("ipywidgets")
     module.HTML = HTML  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ipywidgets", module)
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_cell_shows_a_table_of_its_moment(shell: InteractiveShell) -> None:
-    done = shell.run_cell("import ballonet\nseen = ballonet.watch()\nseen")
-    done.raise_error()
-    data, _ = shell.display_formatter.format(done.result)
-    shown = str(data["text/html"])
-    assert f"process {ME} · " in shown
-    text = re.sub("<[^>]*>", "", shown)
-    assert re.search(f"pages +weights +{'░' * 40} 0B, 0 pages", text), text
-    assert re.search("copies +none", text), text
-    assert f"process {ME} · " in str(data["text/plain"])
-    assert not done.result.live
-    ballonet.set_budget("4MiB")
-    devices.of().events.decided("kv", "pull", 3, what="<KV>")
-    again = str(shell.display_formatter.format(done.result)[0]["text/html"])
-    assert "budget 4MiB" in again, "each time that it is shown it looks anew"
-    assert "kv, pull: 3 pages (192KiB) of &lt;KV&gt;" in again
-    done.result.stop()
-
-
 @pytest.mark.usefixtures("installed", "widgets")
-def test_a_widget_changes_until_it_is_stopped(shell: InteractiveShell) -> None:
-    done = shell.run_cell("import ballonet\nseen = ballonet.watch(every=0.01)\nseen")
-    done.raise_error()
-    seen: Watched = done.result
+def test_a_widget_changes_until_it_is_stopped() -> None:
+    seen = ballonet.watch(every=0.01)
     widget: HTML = seen._widget
-    data, _ = shell.display_formatter.format(seen)
-    assert "application/vnd.jupyter.widget-view+json" in data
+    assert "application/vnd.jupyter.widget-view+json" in seen._repr_mimebundle_()
     assert "budget 8MiB" in widget.values[0]
     ballonet.set_budget("4MiB")
     widget.shows("budget 4MiB")

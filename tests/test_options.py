@@ -150,7 +150,7 @@ def test_a_keyword_or_a_flag_wins_over_the_environment(program: Path, monkeypatc
 
 
 @pytest.mark.parametrize("option", [entry for entry in OPTIONS if entry.name in WRONG], ids=by_name)
-def test_what_is_wrong_is_said_with_the_name_it_was_given_by(
+def test_wrong_option_is_named_as_it_was_given(
     option: Option, program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, says = WRONG[option.name]

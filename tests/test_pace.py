@@ -53,7 +53,7 @@ def approximately(measured: Measured) -> Any:
     return pytest.approx(tuple(measured[1:4]))
 
 
-def test_what_is_left_without_the_waits() -> None:
+def test_waits_are_told_from_computing() -> None:
     pace, clock = on_the_host()
     forward(pace, clock, 2, 5, 1, 4, 3)
     forward(pace, clock, 7, point=None)
@@ -140,7 +140,7 @@ def catch_up(marks: LateMarks) -> None:
     marks.clock.now = marks.free_at
 
 
-def test_nothing_is_waited_for_and_marks_are_used_again() -> None:
+def test_marks_are_used_again_without_waiting() -> None:
     pace, clock, marks = on_a_device()
     for _ in range(3):
         catch_up(marks)
@@ -161,7 +161,7 @@ def test_nothing_is_waited_for_and_marks_are_used_again() -> None:
     assert len(pace.drain()) == DEFAULT.records.pending
 
 
-def test_nothing_during_a_capture() -> None:
+def test_captured_forward_is_not_measured() -> None:
     pace, clock, marks = on_a_device()
     forward(pace, clock, 1)
     marks.captures = True
@@ -201,7 +201,7 @@ def test_a_forward_takes_no_less_than_its_launches(launched: float, stalls: floa
     assert (resident, stalls, 10 + stalls) == approximately(timing)
 
 
-def test_who_listens_hears_what_others_drain() -> None:
+def test_listener_hears_measurements_others_drain() -> None:
     pace, clock = on_the_host()
     with pace.listening() as heard, pace.listening() as other:
         forward(pace, clock, 1)
@@ -306,7 +306,7 @@ def test_points_without_a_cache_and_with_one_of_fixed_size() -> None:
     assert all(other is not None and 9 <= other.length <= 64 for other in others)
 
 
-def test_what_is_no_such_forward() -> None:
+def test_forward_without_tokens_has_no_point() -> None:
     ids, states = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, 8)
     assert point_of((), {"input_ids": ids, "decoder_input_ids": ids[:, :3]}) == Point("prefill", 2, 7)
     assert point_of((ids,), {}) == Point("prefill", 2, 7)

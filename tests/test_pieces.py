@@ -7,7 +7,7 @@ import random
 from ballonet.offload.residency.pieces import Pieces, runs_of
 
 
-def test_they_are_those_of_brute_force() -> None:
+def test_runs_are_those_of_brute_force() -> None:
     for seed in range(400):
         drawn, expected, pieces = random.Random(seed), set[int](), Pieces()
         for _ in range(30):
@@ -35,7 +35,7 @@ def test_they_are_those_of_brute_force() -> None:
             assert gaps == [piece for piece in range(low, high) if piece not in expected]
 
 
-def test_what_is_said_of_many_is_one_run() -> None:
+def test_pieces_side_by_side_are_one_run() -> None:
     pieces = Pieces([(0, 10**9)])
     pieces.discard(5)
     assert pieces.runs == ((0, 5), (6, 10**9))

@@ -24,7 +24,7 @@ def test_unequal_layers_are_spread_by_size() -> None:
     assert spread([0, 0], 2) == ()
 
 
-def test_what_a_plan_takes() -> None:
+def test_plan_counts_its_pages_and_slots() -> None:
     plan = streaming([4, 6, 4, 5], (1, 2, 3), 2)
     assert plan.slots == (0, 1, 0)
     assert plan.slot_pages == (6, 4)
@@ -64,9 +64,7 @@ def passes(plan: Plan, ratio: Fraction, count: int) -> list[Fraction]:
 
 
 @given(sizes.filter(any), st.integers(0, 8), st.integers(1, 4), st.sampled_from(RATIOS))
-def test_what_is_expected_of_a_plan_is_what_the_ring_does(
-    pages: list[int], count: int, slots: int, ratio: Fraction
-) -> None:
+def test_expected_seconds_are_those_of_the_ring(pages: list[int], count: int, slots: int, ratio: Fraction) -> None:
     """Report, predicted: what has a slot to itself is copied once, however often passes are made."""
     plan = streaming(pages, spread(pages, min(count, len(pages))), slots)
     ends = passes(plan, ratio, 200)

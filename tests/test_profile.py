@@ -120,7 +120,7 @@ def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
     assert measured(llama, Slow(llama).pace, timed, Grid(1, 64))[0].seconds == timed.seconds, "nothing is missing"
 
 
-def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
+def test_sizes_that_do_not_fit_are_left_out_and_said(llama: Any) -> None:
     slow = Slow(llama, fails=2)
     timed, left = measured(llama, slow.pace, EMPTY, Grid(4, 128))
     assert {point[1:] for point in timed.seconds} == {(1, 64), (1, 128)}
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
         measured(llama, Slow(llama, fails=1).pace, EMPTY, Grid(1, 64))
 
 
-def test_it_ends_when_the_time_is_over(llama: Any) -> None:
+def test_measuring_ends_when_the_time_is_over(llama: Any) -> None:
     slow = Slow(llama)
     timed, left = measured(llama, slow.pace, EMPTY, Grid(2, 128, seconds=7), clock=lambda: slow.now)
     assert {point[1:] for point in timed.seconds} == {(1, 64)}, "the first is always measured"
@@ -149,7 +149,7 @@ def test_random_numbers_of_the_caller_are_his(llama: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_generates_no_text_is_refused() -> None:
+def test_model_that_generates_no_text_is_refused() -> None:
     still = Pace(HostMarks())
     with pytest.raises(ManageError, match="generates no text"):
         measured(nn.Linear(2, 2), still, EMPTY, SMALL)
@@ -269,7 +269,7 @@ def test_a_link_that_cannot_be_measured(model: Any, monkeypatch: pytest.MonkeyPa
 # -- what it is for
 
 
-def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_of_a_record_changes_with_model_and_machine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = devices.require()
     key = key_of(model, device)
     assert set(key) == {"model", "size", "device", "driver", "link", "torch", "transformers", "ballonet"}
@@ -345,7 +345,7 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("ratio", "hidden"), [(1.02, 1), (1.04, 2), (4.4, 5)])
-def test_what_an_interval_hides(
+def test_smallest_hidden_interval_follows_the_ratio(
     saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ratio: float, hidden: int
 ) -> None:
     """Four layers are copied in `ratio` times what they compute in; 3 % are not seen."""
@@ -388,6 +388,8 @@ def test_wrong_usage(arguments: list[str], says: str, capsys: pytest.CaptureFixt
     assert says in capsys.readouterr().err
 
 
-def test_what_is_no_model(installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_is_no_model_is_refused(
+    installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", str(tmp_path)]) == 2
     assert "is no model that can be loaded" in capsys.readouterr().err

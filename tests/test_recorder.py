@@ -59,7 +59,17 @@ def device() -> Iterator[_native.Device]:
     devices.stop()
 
 
-def test_recording_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last() -> None:
+def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
+    """The core puts changes that are close together under the time of the first of them."""
+    fake = Fake()
+    recorder = Recorder(Recorders(fake), Timelines(interval=60))
+    early = recorder.recording().start - 40_000
+    fake.rows.append((early, 9, 9, 9, 9, 9))
+    done = recorder.stop()
+    assert done.rows[1] == (done.start, 9, 9, 9, 9, 9)
+
+
+def test_recording_begins_with_the_owners_and_ends_with_the_last_row() -> None:
     fake = Fake()
     fake.now(99)  # before it began: nobody's
     recorder = Recorder(Recorders(fake), Timelines(interval=60))
@@ -71,16 +81,6 @@ def test_recording_begins_with_the_owners_of_that_moment_and_ends_with_what_came
     assert done.page_size == PAGE
     assert done.levels == ((done.start, 16 * PAGE, 0),)
     assert recorder.stop() == done
-
-
-def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
-    """The core puts changes that are close together under the time of the first of them."""
-    fake = Fake()
-    recorder = Recorder(Recorders(fake), Timelines(interval=60))
-    early = recorder.recording().start - 40_000
-    fake.rows.append((early, 9, 9, 9, 9, 9))
-    done = recorder.stop()
-    assert done.rows[1] == (done.start, 9, 9, 9, 9, 9)
 
 
 def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
@@ -152,7 +152,7 @@ def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
     assert recorder.stop() == done
 
 
-def test_recording_of_a_long_run_is_bounded_and_what_is_missing_is_counted() -> None:
+def test_recording_of_a_long_run_is_bounded_and_counts_what_is_missing() -> None:
     fake, log = Fake(), Events(limit=30)
     recorder = Recorder(Recorders(fake, log), Timelines(interval=60, rows=80, events=20))
     for number in range(50):
@@ -233,9 +233,7 @@ def test_a_timeline_is_written_however_it_ends(
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_path_that_cannot_be_written_is_refused_before_anything_is_recorded(
-    tmp_path: Path, device: _native.Device
-) -> None:
+def test_unwritable_path_is_refused_before_recording(tmp_path: Path, device: _native.Device) -> None:
     (tmp_path / "folder.json").mkdir()
     for name, says in (
         ("run.txt", "none of the suffixes"),
@@ -251,7 +249,7 @@ def test_path_that_cannot_be_written_is_refused_before_anything_is_recorded(
 
 
 @pytest.mark.usefixtures("device")
-def test_begin_of_a_call_is_marked_while_somebody_records() -> None:
+def test_calls_are_marked_while_somebody_records() -> None:
     mark("nobody hears this")
     recorder = Recorder(recorders_of(devices.of()), Timelines(interval=60))
     mark("generate()")

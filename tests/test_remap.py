@@ -106,7 +106,7 @@ def test_the_list_to_take_from_ends_where_all_are_at_their_caps(them: list[Model
 
 
 @given(models(), st.integers(1, 60))
-def test_nobody_gives_before_those_in_front_of_it_are_at_their_caps(them: list[Model], wanted: int) -> None:
+def test_models_give_once_those_before_them_are_at_their_caps(them: list[Model], wanted: int) -> None:
     change = remap(them, wanted, 0)
     after = {client.name: client for client in applied(them, change)}
     order = [after[client.name] for client in giving(them)]
@@ -119,7 +119,7 @@ def test_nobody_gives_before_those_in_front_of_it_are_at_their_caps(them: list[M
 
 @settings(max_examples=60)
 @given(models(), st.integers(0, 60))
-def test_plan_given_back_fits_and_costs_no_time(them: list[Model], spare: int) -> None:
+def test_layers_given_back_fit_and_cost_no_time(them: list[Model], spare: int) -> None:
     for client in them:
         now = replace(client, plan=revert(client, spare) or client.plan)
         assert now.plan.device_pages <= client.plan.device_pages + spare
@@ -139,7 +139,7 @@ def test_order() -> None:
     assert [client.name for client in giving(them)] == ["new", "old", "important", "running"]
 
 
-def test_whoever_gives_first_is_a_value() -> None:
+def test_order_by_use_is_a_value() -> None:
     older, newer = model("older", used=1.0), model("newer", used=2.0)
     assert [client.name for client in giving([older, newer])] == ["newer", "older"]
     assert [client.name for client in giving([replace(other, mru=False) for other in (older, newer)])] == [

@@ -93,7 +93,7 @@ def test_damage_is_named_with_its_line(trace: Trace, text: str, line: int, reaso
     assert f"{path}:{line}: " in str(caught.value)
 
 
-def test_what_is_no_text_or_no_file_is_damaged_too(tmp_path: Path) -> None:
+def test_trace_that_is_no_text_or_no_file_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(HEADER.encode() + b"\n0,alloc,\xff,8,0\n")
     with pytest.raises(TraceError, match="UTF-8"):

@@ -24,7 +24,7 @@ def test_the_nearest_slo_can_be_kept(slo: RequestSLO, prompt: int, new: int, now
     assert again is None or again.slo != refusal.slo
 
 
-def test_what_it_has_waited_is_gone() -> None:
+def test_time_waited_counts_against_the_slo() -> None:
     slo = RequestSLO(ttft=1.0, arrived=10.0)
     seconds = PARTS.seconds(Step(200, 200))
     assert refused(PARTS, slo, 200, 10, 256, 11.0 - seconds - 1e-6) is None
@@ -41,7 +41,9 @@ def test_a_long_prompt_takes_all_of_its_steps() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), requests), max_size=12), st.integers(1, 400), requests)
-def test_who_begins_breaks_nobodys_slo(running: list[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO) -> None:
+def test_beginning_request_keeps_the_slos_of_others(
+    running: list[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO
+) -> None:
     together = [*running, (tokens, slo)]
     strictest = tightest(promised for _, promised in together).tpot
     seconds = PARTS.seconds(Step.of((1, held) for held, _ in together))
@@ -49,7 +51,7 @@ def test_who_begins_breaks_nobodys_slo(running: list[tuple[int, RequestSLO]], to
     assert may_begin(PARTS, running, tokens, slo) == expected
 
 
-def test_nobody_is_judged_by_what_nobody_measured() -> None:
+def test_unmeasured_steps_refuse_no_request() -> None:
     hard = RequestSLO(1e-9, 1e-9)
     assert refused(None, hard, 1000, 1000, 256, 100.0) is None
     assert may_begin(None, [(100, hard)], 100, hard)

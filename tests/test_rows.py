@@ -54,7 +54,7 @@ pre-map, late unmap: the next page is mapped ahead, and unmapping is off the cri
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more
 KV on the host: full pages are copied behind, taken in order, read in place, and are restored
   cpu kv/test_tiers.py::test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back
-  cpu kv/test_tiers.py::test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty
+  cpu kv/test_tiers.py::test_pages_copied_behind_are_clean_and_written_ones_dirty
   cpu kv/test_tiers.py::test_many_rows_read_copies_of_what_is_away kv/test_generate.py::test_tokens_are_those_of_stock
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:context
 # The ladder, which is of the design, not of a paper
@@ -65,9 +65,9 @@ the ladder: one order, above every floor, and back without flapping
   cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
-  cpu test_core_spill.py::test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again
-  cpu test_core_stateful.py::test_anything_in_any_order
-  gpu gpu/test_balloon_core.py::test_what_is_spilled_computes_the_same figure:oom
+  cpu test_core_spill.py::test_it_goes_when_it_is_freed_and_device_pages_come_first_again
+  cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
+  gpu gpu/test_balloon_core.py::test_spilled_block_computes_the_same figure:oom
 live budget: met with the driver, or refused with the number and nothing changed
   cpu test_core_stateful.py::test_anything_in_any_order
   cpu test_core_budget.py::test_from_a_signal_on_the_thread_that_leases
@@ -110,7 +110,7 @@ when: pages of the cache are exhausted, not before
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 which model: idle with the lowest priority, else the most recently used; never a whole model
-  cpu test_remap.py::test_nobody_gives_before_those_in_front_of_it_are_at_their_caps
+  cpu test_remap.py::test_models_give_once_those_before_them_are_at_their_caps
   cpu test_remap.py::test_most_recently_used_reloads_less_than_least_recently_used_in_a_round
   cpu test_governor.py::test_of_equals_the_one_used_last_gives_first
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
@@ -129,7 +129,7 @@ one direction: weights are never copied back
   cpu streaming/test_streaming.py::test_tokens_equal_stock
   gpu gpu/test_remap_architectures.py::test_tokens_are_stocks figure:streaming
 reversion: pages that the cache leaves return to the weights
-  cpu test_remap.py::test_plan_given_back_fits_and_costs_no_time
+  cpu test_remap.py::test_layers_given_back_fit_and_cost_no_time
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
@@ -139,7 +139,7 @@ sizing: Eq. 1-5 in bytes, Eq. 5 never less than nothing; a double buffer halves 
   gpu gpu/test_prefix_sizes.py::test_a_cache_goes_to_the_limit figure:context
 layer stream: the load of layer j waits for attention j-1 and its store, and overlaps what follows
   cpu kv/test_stream.py::test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load
-  cpu kv/test_stream.py::test_what_is_copied_behind_waits_for_whoever_wrote_it
+  cpu kv/test_stream.py::test_copy_behind_waits_for_the_stream_that_wrote
   cpu kv/test_stream.py::test_any_sequence_of_calls_equals_stock
   cpu kv/test_generate.py::test_tokens_are_those_of_stock_through_slots
   cpu test_layer_stream.py::test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits
@@ -156,7 +156,7 @@ lend, take back: up is rounded up, down is rounded down, by what was in use at o
   cpu test_lending.py::test_the_window_against_all_that_ever_was
   cpu test_lending.py::test_lending_over_random_traces_takes_no_page_in_use
   cpu prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks
-  cpu prefix/test_lend.py::test_what_the_host_has_not_is_forgotten_first
+  cpu prefix/test_lend.py::test_prefixes_the_host_has_not_are_forgotten_first
   cpu prefix/test_lend.py::test_random_lending_while_all_generate
   gpu gpu/test_prefix_lending.py::test_models_take_their_pages_back
 tiers: a peer's pages first, then the host's, and all is restored
@@ -165,9 +165,9 @@ tiers: a peer's pages first, then the host's, and all is restored
   cpu test_core_places.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own
   gpu gpu/test_kv_stream.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored figure:prefix
 prefix reuse: what is stored is the same cache held by hand, to the bit
-  cpu prefix/test_lives.py::test_whatever_happens_tokens_are_right prefix/test_sessions.py::test_a_session
+  cpu prefix/test_lives.py::test_random_lives_have_the_tokens_of_stock prefix/test_sessions.py::test_a_session
   cpu prefix/test_trouble.py::test_threads_on_one_model
-  cpu test_prefixes.py::test_blocks_evicted_by_odds_are_leaves_that_nobody_pinned
+  cpu test_prefixes.py::test_blocks_evicted_by_odds_are_leaves_nobody_pinned
   gpu gpu/test_prefix.py::test_conversations_while_pages_move figure:prefix
 """
 

@@ -38,7 +38,7 @@ class Library:
         return [name for name, value in vars(self.parts).items() if value == "ours"]
 
 
-def test_it_is_replaced_with_the_first_user_and_put_back_with_the_last() -> None:
+def test_parts_are_replaced_by_the_first_user_and_put_back_by_the_last() -> None:
     library = Library()
     seam = Seam[str](library.replace)
     seam.add(1, "a")
@@ -56,7 +56,7 @@ def test_it_is_replaced_with_the_first_user_and_put_back_with_the_last() -> None
     assert library.ours == ["first", "second", "third"]
 
 
-def test_what_fails_in_the_middle_replaces_nothing_and_adds_nobody() -> None:
+def test_failed_replacement_changes_nothing() -> None:
     library = Library()
     library.refuses = True
     seam = Seam[str](library.replace)
@@ -65,7 +65,7 @@ def test_what_fails_in_the_middle_replaces_nothing_and_adds_nobody() -> None:
     assert (library.ours, seam.users) == ([], ())
 
 
-def test_what_is_put_back_goes_on_where_it_was_interrupted() -> None:
+def test_interrupted_restoring_goes_on_where_it_was() -> None:
     library = Library()
     seam = Seam[str](library.replace)
     seam.add(1, "a")

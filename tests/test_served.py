@@ -46,7 +46,7 @@ def test_the_life_of_a_request() -> None:
     ]
 
 
-def test_it_is_bounded() -> None:
+def test_requests_and_batches_kept_are_bounded() -> None:
     all_ = Served(10, 100)
     for n in range(1000):
         all_.came("a", str(n), n, 1)

@@ -58,23 +58,3 @@ def test_sets_say_what_single_pieces_do(events: list[tuple[PieceEvent, int, int]
         runs = states.within(2, 9, PieceState.CLEAN, PieceState.OFFLOADED)
         there = {piece for run in runs for piece in range(*run)}
         assert there == {piece for piece in range(2, 9) if model[piece] in (PieceState.CLEAN, PieceState.OFFLOADED)}
-
-
-@given(st.lists(EVENTS, max_size=12), st.sampled_from(PieceEvent), st.sets(st.integers(0, PIECES - 1)))
-def test_what_is_begun_and_undone_is_as_it_was(
-    events: list[tuple[PieceEvent, int, int]], event: PieceEvent, pieces: set[int]
-) -> None:
-    states = PieceStates()
-    for change, one, other in events:
-        states.move_run(change, min(one, other), max(one, other))
-    undo = TABLE[event].undo
-    chosen = {piece for piece in pieces if states.of(piece) in TABLE[event].before}
-    before = {piece: states.of(piece) for piece in chosen}
-    if undo is None or not chosen:
-        return
-    states.move(event, chosen)
-    assert {states.of(piece) for piece in chosen} == {TABLE[event].after}
-    states.move(undo, chosen)
-    for piece in chosen:
-        assert states.of(piece) in TABLE[event].before
-        assert states.of(piece) is before[piece] or TABLE[undo].after is states.of(piece)

@@ -53,7 +53,7 @@ LINKS = ("link", "link_latency", "peer_link")
 
 
 @pytest.mark.parametrize("wrong", [{"chaos": -1}, {"fault": "cuMemMap"}, *({name: "fast"} for name in LINKS)])
-def test_what_is_not_understood_is_said_here(wrong: dict[str, Any]) -> None:
+def test_wrong_variable_of_chaos_is_told(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ConfigError, match=f"BALLONET_{name.upper()}"):
         testing.environment(**wrong)

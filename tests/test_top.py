@@ -29,7 +29,7 @@ import torch
 
 import ballonet
 from ballonet.__main__ import main
-from ballonet.allocator import control, devices, looks
+from ballonet.allocator import control, devices
 from ballonet.hooks.watch.processes import WatchedProcesses
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -357,12 +357,6 @@ def test_where_nobody_is_there_it_says_so_and_imports_no_torch(monkeypatch: pyte
 # -- what a look costs
 
 
-def asked() -> dict[str, int]:
-    """Calls of the driver so far, without those of the core's own thread."""
-    now = devices.require().snapshot()
-    return {name: count - now["background_calls"][name] for name, count in now["driver_calls"].items()}
-
-
 class Looking:
     """A thread looks at this process, again and again, as `top` does, and has done so once. `looks`: how often."""
 
@@ -411,29 +405,3 @@ def test_a_decode_makes_no_more_calls_while_it_is_watched(tuned: Tuned) -> None:
         with Looking() as looking:
             ((watched, _),) = calls_of_steps(model, lambda: looking.looks >= 8).most_common(1)
     assert watched == alone > 0
-
-
-def calls_of_a_look(layers: int) -> int:
-    """Python's calls in the watched process, with a model of so many layers that has answered."""
-    model = build("llama", num_hidden_layers=layers)
-    with ballonet.manage(model):
-        model.generate(**prompts(batch=1, longest=9), max_new_tokens=3, do_sample=False)
-        cursor, driver = looks.look()["cursor"], asked()
-        calls: list[Any] = []
-        with each_call(lambda frame: calls.append(frame.f_code.co_qualname)):
-            assert [row["layers"] for row in looks.look(cursor)["models"]] == [layers]
-        assert asked() == driver, "it asks the driver nothing"
-        return len(calls)
-
-
-def test_a_look_costs_few_calls(tuned: Tuned) -> None:
-    """None is on a thread that runs a model, and all together take less than 0.5 % of the process's time at a look per
-    period, were each to take five times as long as measured: 0.4 ms in all for a model of 32 layers, 8 of
-    which stream."""
-    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
-    ballonet.install("32MiB", page_size=PAGE, device="cpu")
-    few, many = calls_of_a_look(2), calls_of_a_look(10)
-    assert few <= 150
-    assert (many - few) / 8 <= 16
-    calls, seconds = few + 30 * (many - few) / 8, 5e-6
-    assert calls * seconds <= 0.005 * DEFAULT.watching.period

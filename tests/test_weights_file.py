@@ -101,7 +101,7 @@ def test_a_damaged_file_is_a_typed_error(data: bytes, tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_whatever_happens_to_a_header_it_is_read_or_refused(data: st.DataObject) -> None:
+def test_damaged_header_is_read_or_refused(data: st.DataObject) -> None:
     whole = bytearray(weights.encoded(GOOD) + bytes(47))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(whole) - 1))
@@ -113,7 +113,7 @@ def test_whatever_happens_to_a_header_it_is_read_or_refused(data: st.DataObject)
     assert all(0 < entry.start <= entry.end <= len(whole) for entry in entries.values())
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path, "no file"),
         (tmp_path / "none", "cannot be opened"),
@@ -171,9 +171,7 @@ def test_a_file_that_was_just_written_is_waited_for(tmp_path: Path, monkeypatch:
     assert written + 10_000_000 < now < written + 10**9
 
 
-def test_what_lies_long_in_the_past_or_in_the_future_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_or_future_time_of_a_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = weights.write(tmp_path / "w", {"a": 100})
     monkeypatch.setattr(weights_file.time, "sleep", lambda _: pytest.fail("waits"))
     WeightsFile(path)
@@ -185,7 +183,7 @@ def descriptors(path: Path) -> int:
     return sum(os.path.realpath(link) == str(path) for link in Path("/proc/self/fd").iterdir())
 
 
-def test_nothing_stays_open(tmp_path: Path) -> None:
+def test_closed_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
     path = weights.write(tmp_path / "w", {"a": 10**5})
     file = WeightsFile(path)
     mapping = file.mapping

@@ -15,7 +15,7 @@ from .core import PAGE, opened
 from .programs import python
 
 
-def test_it_shows_what_is_mapped_and_pins_nothing() -> None:
+def test_window_shows_mapped_pages_and_pins_none() -> None:
     with opened(budget=4) as core:
         range_ = core.range(8, "kv")
         window = from_dlpack(range_.window(PAGE, 6 * PAGE))
@@ -31,7 +31,7 @@ def test_it_shows_what_is_mapped_and_pins_nothing() -> None:
         core.device.check()
 
 
-def test_it_keeps_the_addresses_and_no_page() -> None:
+def test_window_keeps_its_addresses_and_no_page() -> None:
     with opened(budget=4) as core:
         range_ = core.range(4, "kv")
         range_.map(0, 4)
@@ -45,7 +45,7 @@ def test_it_keeps_the_addresses_and_no_page() -> None:
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 4 * PAGE + 1), (4 * PAGE, 1), (5 * PAGE, 0)])
-def test_it_lies_within_the_range(offset: int, nbytes: int) -> None:
+def test_window_beyond_its_range_is_refused(offset: int, nbytes: int) -> None:
     with opened() as core:
         range_ = core.range(4, "kv")
         with pytest.raises(BallonetError, match="outside a range"):

@@ -16,7 +16,7 @@ PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSet
 
 
 @scene(needs_host=True, spill=True, pages=64, host_pages=128)
-def test_what_is_spilled_computes_the_same(place: Place) -> None:
+def test_spilled_block_computes_the_same(place: Place) -> None:
     """A block beyond the budget lies on host pages: slow, and valid; freed, it leaves nothing there."""
     count = 24 * place.page // 4
     held = [torch.full((count,), number, dtype=torch.float32, device=place.kind) for number in range(4)]

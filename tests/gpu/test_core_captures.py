@@ -55,7 +55,7 @@ def test_a_capture_and_a_copy(place: Place) -> None:
 
 
 @scene(only="cuda")
-def test_nothing_is_looked_at_once_a_capture_may_begin(place: Place) -> None:
+def test_capture_that_may_begin_ends_all_looks(place: Place) -> None:
     """A thread that begins a capture says from what memory first: from then on no event is recorded for pages that wait
     to be unmapped, as it might be on its stream."""
     held = place.range(1)

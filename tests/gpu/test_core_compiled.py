@@ -74,7 +74,7 @@ def test_graphs_keep_their_memory_without_it(
     assert done.returncode == 0, done.stderr
 
 
-def test_it_is_compiled_with_the_headers_of_pips_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companion_compiles_with_the_headers_of_pips_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The headers of pip's torch lack the folder crt/, which comes with nvcc."""
     cuda = torch.version.cuda
     assert cuda is not None

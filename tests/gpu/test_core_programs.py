@@ -56,7 +56,7 @@ def test_the_driver_s_probes_answer() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fault", ["hostnuma", "sticky:3"])
-def test_what_a_simulated_driver_refuses_is_gone_round(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_simulated_driver_is_gone_round(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "SIMGPU_HOME" not in os.environ:
         pytest.skip("only the simulated device has faults that can be planted")
     target = device_choice.choose(Config(device="cuda"))

@@ -55,7 +55,7 @@ def test_a_copy_behind_waits_for_who_writes(place: Place) -> None:
 
 
 @scene(needs_host=True, pages=256, host_pages=64)
-def test_who_writes_again_waits_for_the_copy(place: Place) -> None:
+def test_second_write_waits_for_the_copy(place: Place) -> None:
     """Full pages are being copied behind when tokens on them are forgotten, and others come there."""
     lane = place.lane()
     with torch.no_grad(), decided():

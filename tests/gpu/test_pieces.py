@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import ballonet
-from ballonet import testing
 from ballonet.hooks.managed import residency_of
 from ballonet.offload.policy import plan
-from ballonet.testing import chaos_of
 
 from .. import models
 from .decoding import KINDS, LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
@@ -50,36 +48,6 @@ def test_tokens_in_half_precision_are_stocks(place: Place, dtype: str) -> None:
     with decoding(model):
         for _ in range(2):
             assert not apart(answer(model, given), expected)
-
-
-@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "falcon_h1", "deepseek_v2"])
-def test_tokens_are_stocks_whichever_layers_stream(place: Place, name: str) -> None:
-    """None, every second and all of them."""
-    model = models.build(name).to(place.kind)
-    asked = [prompt(name, place, longest, padded=True) for longest in (LONG, SHORT)]
-    expected = [answer(model, given) for given in asked]
-    layers = model.config.num_hidden_layers
-    for interval, streamed in ((None, 0), (2, layers // 2), (1, layers)):
-        with small_layers(), decoding(model, interval=interval) as managed:
-            for which in (0, 0, 1):
-                assert not apart(answer(model, asked[which]), expected[which]), f"interval {interval}"
-            assert len(managed.report().streamed) == streamed
-            assert streamed == 0 or managed.report().link_bytes > 0
-
-
-@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_stocks_beside_chaos(place: Place, seed: int) -> None:
-    """Pages of weights and KV move between steps."""
-    for name in ("llama", "gemma3_text", "falcon_h1"):
-        model = models.build(name).to(place.kind)
-        given = prompt(name, place, padded=True)
-        expected = answer(model, given, 20)
-        with small_layers(), testing.manage(model, interval=2, chaos=seed) as managed, by_graphs(managed):
-            for _ in range(3):
-                assert not apart(answer(model, given, 20), expected), name
-            assert sum(chaos_of(managed).moved.values()) > 0
 
 
 @scene(only="cuda", pages=128)

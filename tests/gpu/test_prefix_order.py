@@ -47,7 +47,7 @@ class Stored:
 
 
 @scene(pages=256)
-def test_who_copies_waits_for_who_wrote(place: Place) -> None:
+def test_copy_waits_for_the_writer(place: Place) -> None:
     stored, reader = Stored(place), place.lane()
     stored.copied()  # what is done once is done
     place.synchronize()
@@ -63,7 +63,7 @@ def test_who_copies_waits_for_who_wrote(place: Place) -> None:
 
 
 @scene(pages=256)
-def test_who_goes_on_waits_for_who_copied(place: Place) -> None:
+def test_next_turn_waits_for_the_copy(place: Place) -> None:
     stored, writer = Stored(place), place.lane()
     with held(place) as hold:
         with hold.lane():

@@ -108,7 +108,7 @@ def test_copies_wait_for_every_reader(place: Place) -> None:
 
 
 @scene(needs_host=True, pages=256, host_pages=128)
-def test_what_is_written_is_copied_again(place: Place) -> None:
+def test_weight_written_between_passes_is_copied_again(place: Place) -> None:
     """Somebody who holds weights writes to them between two passes, in a way that nobody counts."""
     model, ids = made(place)
     stock, _ = made(place)

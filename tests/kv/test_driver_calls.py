@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -112,39 +111,3 @@ def test_a_token_maps_nothing_where_all_is_resident(budget: None) -> None:
         assert {*calls.ways} == {Way.RESIDENT}
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + 4
         assert [step.unmaps for step in settled] == [0] * len(settled)
-
-
-def python_calls(budget: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Python calls of a decode step that fills no page."""
-    monkeypatch.setenv("BALLONET_SPILL", "1")
-    with installed(PAGE, budget=budget * PAGE):
-        return _python_calls(way)
-
-
-def _python_calls(way: Way) -> int:
-    with install.stock():
-        model = models.build("llama", num_hidden_layers=4, **SHAPE)
-    steps, called = list[int](), [0]
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        called[0] += event == "call"
-
-    def forward(*_: Any) -> None:
-        steps.append(called[0])
-        called[0] = 0
-
-    with ballonet.manage(model, interval=None):
-        model.register_forward_pre_hook(forward)
-        calls = Calls(model)
-        sys.setprofile(count)
-        try:
-            models.generate(model, "greedy", prompt(700), 20, prefill_chunk_size=64)
-        finally:
-            sys.setprofile(None)
-        assert {*calls.ways[-8:]} == {way}
-    return min(steps[-8:])
-
-
-def test_a_token_with_kv_away_costs_less_than_a_third_more_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = python_calls(4000, Way.RESIDENT, monkeypatch)
-    assert python_calls(900, Way.STREAMED, monkeypatch) <= 1.3 * resident

@@ -212,8 +212,8 @@ class Operation:
     layers: int = 1
     move: Callable[[Cache], object] = lambda _: None  # what changes no token
     torn: bool = False  # Ctrl-C may leave a mixture: tokens change where they are
-    most: int | None = 30  # lines
-    calls: int = 5  # of each function
+    most: int | None = 16  # lines
+    calls: int = 3  # of each function
 
     def act(self, cache: Cache) -> None:
         for step in self.steps:
@@ -246,11 +246,11 @@ OPERATIONS = {
     "pages-are-taken": Operation(away, move=take, most=None),
     "pages-are-brought-back": Operation(away, move=lambda cache: cache.tier.restore(9, 0), most=None),
     "a-prefix-is-restored": Operation(released, move=restore_prefix, most=None),
-    "layers-come-into-slots": Operation(crowded, [append(1)] * 4, 4, most=25, calls=12),
-    "tokens-of-layers-in-slots": Operation(slots, [append(1)], 4, most=15),
-    "many-tokens-of-layers-in-slots": Operation(slots, [append(30)], 4, most=15),
-    "a-look-at-layers-in-slots": Operation(slots, move=Cache.check, most=15),
-    "slots-are-given-up": Operation(slots, move=lambda cache: cache.tier.client.way.give(), most=15),
+    "layers-come-into-slots": Operation(crowded, [append(1)] * 4, 4, most=15, calls=8),
+    "tokens-of-layers-in-slots": Operation(slots, [append(1)], 4, most=10),
+    "many-tokens-of-layers-in-slots": Operation(slots, [append(30)], 4, most=10),
+    "a-look-at-layers-in-slots": Operation(slots, move=Cache.check, most=10),
+    "slots-are-given-up": Operation(slots, move=lambda cache: cache.tier.client.way.give(), most=10),
 }
 
 

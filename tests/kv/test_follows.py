@@ -118,7 +118,7 @@ def test_all_layers_but_the_first_take_the_short_way(
     assert counted.taken() == expected
 
 
-def test_nobody_takes_it_while_a_page_is_away(
+def test_short_way_is_not_taken_while_a_page_is_away(
     device: Device, layers: list[ElasticLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)

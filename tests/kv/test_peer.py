@@ -71,7 +71,7 @@ def test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored(devi
     pair.check()
 
 
-def test_what_is_copied_behind_lies_on_the_peer_while_it_has_room(device: Device) -> None:
+def test_pages_copied_behind_lie_on_the_peer_while_it_has_room(device: Device) -> None:
     pair = Pair(100)
     pair.tier.client.write_behind(6)
     settled(pair)
@@ -103,7 +103,7 @@ def test_the_coldest_pages_leave_the_peer_and_nobody_can_tell(device: Device) ->
 
 
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
-def test_nothing_leads_to_the_host_before_its_bytes_are_there(device: Device) -> None:
+def test_demoted_page_leads_to_the_host_once_its_bytes_are_there(device: Device) -> None:
     pair = Pair(100)
     assert press(device, 4) == 4
     pair.tier.client.demote(4)  # takes 60 ms
@@ -116,7 +116,7 @@ def test_nothing_leads_to_the_host_before_its_bytes_are_there(device: Device) ->
 
 
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
-def test_what_is_written_to_meanwhile_stays_where_it_is(device: Device) -> None:
+def test_demoted_page_written_to_meanwhile_stays_on_the_peer(device: Device) -> None:
     pair = Pair(100)
     assert press(device, 4) == 4
     pair.tier.client.demote(4)
@@ -230,7 +230,7 @@ def test_how_much_leaves_and_whose() -> None:
     ({"peer": "none", "peer_budget": 6 * PAGE}, "", 0),
     ({}, "", 0),
 ])  # fmt: skip
-def test_it_is_what_was_asked_for_and_shown(settings: dict[str, Any], label: str, budget: int) -> None:
+def test_peer_is_the_one_asked_for_and_shown(settings: dict[str, Any], label: str, budget: int) -> None:
     with started(**SETTINGS, **settings) as opened:
         shown = ballonet.stats()
         assert (shown.peer, shown.peer_budget, shown.peer_pages) == (label, budget * PAGE, 0)

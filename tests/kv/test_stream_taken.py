@@ -71,7 +71,7 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
     streamed.check()
 
 
-def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, device: Device) -> None:  # noqa: F811
+def test_pages_another_thread_needs_are_given_between_two_calls(streamed: Layers, device: Device) -> None:  # noqa: F811
     lease = ForwardLease().open()
     streamed.update()
     wanted = (device.available + nothing_away(streamed) + 3) * PAGE
@@ -88,7 +88,7 @@ def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
+def test_tokens_are_those_of_stock_though_operators_take_slots(
     device: Device,  # noqa: F811
     room: Any,  # noqa: F811
     blocks: list[int],

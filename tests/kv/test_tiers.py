@@ -126,7 +126,7 @@ def test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back(devic
     device.check()
 
 
-def test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty(device: Device) -> None:
+def test_pages_copied_behind_are_clean_and_written_ones_dirty(device: Device) -> None:
     pair = Pair(60)
     assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
     pair.tier.client.write_behind(2)
@@ -192,7 +192,7 @@ def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: De
 
 
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
-def test_what_is_being_copied_may_be_taken_which_waits_for_the_copies(device: Device) -> None:
+def test_page_taken_while_it_is_copied_waits_for_the_copy(device: Device) -> None:
     pair = Pair(60)
     pair.tier.client.write_behind(4)  # takes 60 ms
     copied = kv_copied(device)
@@ -283,7 +283,7 @@ def test_a_page_that_chaos_moves_counts_where_it_is(device: Device, monkeypatch:
     pair.check()
 
 
-def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_move_of_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find_pages, "spilled", lambda: None)
     pair = Pair(60)
     pair.tier.governor.link.bandwidth = 2.0**20  # a page takes 1/256 s
@@ -309,7 +309,7 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     assert [event[:2] for event in events[3:]] == [("spill", "pull")]
 
 
-def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_append_names_the_budget_that_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(governors.of(device), "spill", False)
     other = hog(device, BUDGET - 3)
     with pytest.raises(torch.OutOfMemoryError, match=rf"set_budget\({(BUDGET + 2) * PAGE}\)"):
@@ -404,7 +404,7 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
 
 
 @pytest.mark.filterwarnings("ignore:the device budget of ballonet:RuntimeWarning")
-def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tuned: Tuned) -> None:
+def test_thread_that_gives_nothing_is_waited_for_once(device: Device, tuned: Tuned) -> None:
     tuned(waiting={"room": 0.3, "room_look": 0.01}, waits=Clock(step=0.01))  # seconds pass at looks alone
     pairs: list[Pair] = []
     go, done = threading.Event(), threading.Event()

@@ -51,16 +51,6 @@ def test_whole_prompt_is_computed_with_states_alone(name: str, whole: bool) -> N
     assert computes_whole_prompt(cache) is whole
 
 
-def test_prefix_hits_when_the_cache_argument_is_renamed() -> None:
-    """Whatever this transformers calls it, a prompt that begins like one before is not computed anew."""
-    generator = torch.Generator().manual_seed(1)
-    with sides() as both:
-        ids = both.ask(words(generator, 20))
-        both.ask(torch.cat([ids, words(generator, 3)], 1))
-        assert both.reused == ids.shape[1] - 1
-        assert both.store.counts.why_not == {}
-
-
 @pytest.mark.parametrize("older", [False, True])
 def test_a_users_cache_is_left_alone_by_both_names(older: bool) -> None:
     """The hook before `generate()` sees what the caller wrote."""

@@ -183,7 +183,7 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         check_index(master.store)
 
 
-def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
+def test_prefixes_the_host_has_not_are_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """One model keeps prefixes that the host has no room for; the cache of another wants 36 pages, and none is free.
     Keys go from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
     and what somebody reads stays until he is done."""

@@ -279,7 +279,7 @@ def files_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
+def test_prefix_computed_faster_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """By what was measured: files that took so long last time are left alone, until they are tried again."""
     model = built()
     wanted = by_hand(model, FIRST)
@@ -305,7 +305,7 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
     ("changes", "worth"),
     [({}, True), ({"tokens": 299}, False), ({"tokens": 299, "link": None}, True), ({"tokens": 1, "disk": None}, True)],
 )
-def test_it_is_read_if_that_takes_no_longer(changes: dict[str, Any], worth: bool) -> None:
+def test_prefix_is_read_if_that_takes_no_longer(changes: dict[str, Any], worth: bool) -> None:
     given = {"tokens": 300, "disk": 100.0, "link": 50.0, "per_token": 0.1} | changes
     decision = reading(1000, given.pop("tokens"), **given)
     assert decision.worth == worth
@@ -332,7 +332,7 @@ print(tokens[0].tolist())
 """
 
 
-def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_model_writes_prefixes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing begins only once it is waited for."""
     flushed, write, flush = threading.Event(), prefix_files.write, saving.Saver.flush
 
@@ -350,7 +350,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
     assert sum(len(prefix_files.read_part("", os.open(path, os.O_RDONLY)).keys) for path in files_of(tmp_path)) == 4
 
 
-def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
+def test_ending_python_writes_prefixes_first(tmp_path: Path) -> None:
     """Writing begins only once it is waited for."""
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
     done = programs.python("-c", PROGRAM, str(tmp_path), variables=environment)

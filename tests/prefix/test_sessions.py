@@ -103,29 +103,6 @@ def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
         assert both.store.nbytes <= PAGE
 
 
-def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
-    with sides() as both, ballonet.Session(both.model) as session:
-        for wrong, error in (
-            ([], ManageError),
-            (torch.tensor([5.5, 6.0]), TypeError),
-            ([5.5], TypeError),
-            (torch.ones(2, 3, dtype=torch.int64), ValueError),
-        ):
-            with pytest.raises(error):
-                session.generate(wrong)
-        assert session.tokens == ()
-        session.generate([5, 6], **FEW)
-        said = session.tokens
-        with pytest.raises(ValueError, match="nonsense"):
-            session.generate([7], nonsense=True)
-        assert session.tokens == said
-        session.generate([], **FEW)
-        assert session.tokens[: len(said)] == said
-        assert session.reused == len(said) - 1
-        with pytest.raises(ValueError, match="not pinned"):
-            both.store.unpin([1, 2])
-
-
 @pytest.mark.counts
 @pytest.mark.parametrize(("asked", "changes"), [(4, []), (1, ["retire", "map"])])
 def test_pages_stay_that_the_rest_of_the_prompt_will_lie_on(
@@ -152,7 +129,30 @@ def test_pages_stay_that_the_rest_of_the_prompt_will_lie_on(
         both.check()
 
 
-def test_what_is_pinned_is_not_cut() -> None:
+def test_refused_prompt_leaves_the_session_as_it_was() -> None:
+    with sides() as both, ballonet.Session(both.model) as session:
+        for wrong, error in (
+            ([], ManageError),
+            (torch.tensor([5.5, 6.0]), TypeError),
+            ([5.5], TypeError),
+            (torch.ones(2, 3, dtype=torch.int64), ValueError),
+        ):
+            with pytest.raises(error):
+                session.generate(wrong)
+        assert session.tokens == ()
+        session.generate([5, 6], **FEW)
+        said = session.tokens
+        with pytest.raises(ValueError, match="nonsense"):
+            session.generate([7], nonsense=True)
+        assert session.tokens == said
+        session.generate([], **FEW)
+        assert session.tokens[: len(said)] == said
+        assert session.reused == len(said) - 1
+        with pytest.raises(ValueError, match="not pinned"):
+            both.store.unpin([1, 2])
+
+
+def test_pinned_sequence_is_copied_not_cut() -> None:
     """A request that leaves a pinned sequence near its end copies; it would go on with one that is not."""
     generator = torch.Generator().manual_seed(1)
     with sides() as both:
@@ -211,7 +211,7 @@ def test_generate_is_left_as_it_was() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_left_alone(options: dict[str, Any], reason: str) -> None:
+def test_call_without_a_plain_prompt_is_left_to_stock(options: dict[str, Any], reason: str) -> None:
     generator = torch.Generator().manual_seed(1)
     with sides() as both:
         known = both.ask(words(generator, 20))
@@ -355,7 +355,7 @@ def test_positions_that_depend_on_the_length(kind: dict[str, Any], last: int) ->
 
 
 @pytest.mark.parametrize("name", ["llama", *ONE_OF_EACH])
-def test_whoever_holds_the_cache_keeps_it(name: str) -> None:
+def test_held_cache_keeps_its_values(name: str) -> None:
     """A hook that keeps the cache: what is stored is a copy."""
     generator, held = torch.Generator().manual_seed(4), []
 

@@ -150,7 +150,7 @@ def test_conversations_that_branch_under_a_limit(seed: int, generator: torch.Gen
         (1, 3, {}, "an attention mask, where layers keep a window or a state"),
     ],
 )
-def test_what_is_left_to_stock(
+def test_batch_with_windows_or_states_is_left_to_stock(
     rows: int, pads: int, options: dict[str, Any], reason: str, generator: torch.Generator
 ) -> None:
     with sides("gemma2") as both:

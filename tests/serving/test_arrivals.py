@@ -29,7 +29,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_is_recorded_is_read(kind: str, tmp_path: Path) -> None:
+def test_recorded_arrivals_are_read(kind: str, tmp_path: Path) -> None:
     text, expected = FILES[kind]
     (tmp_path / "trace").write_text(text)
     assert read(tmp_path / "trace") == expected
@@ -47,7 +47,7 @@ def test_a_conversation_is_a_request_for_each_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "num_prefill_tokens,num_decode_tokens\n", "hash_ids\n{}"])
-def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(text)
     with pytest.raises(TraceError):
         read(tmp_path / "trace")

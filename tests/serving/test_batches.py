@@ -53,12 +53,11 @@ def _seams(nothing_is_left: None) -> Iterator[None]:
 
 
 # full attention, a window in all layers, in some; norms of keys; experts; positions of their own
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "attention"),
     [
-        *("llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe"),
-        *("gpt_bigcode", "gpt2", "phi", "granite"),
+        *((name, "sdpa") for name in ("llama", "mistral-window", "gemma3_text", "olmo3", "mixtral", "gpt_bigcode")),
+        *((name, "eager") for name in ("llama", "cohere2", "exaone4", "gpt2")),
     ],
 )
 def test_tokens_are_stocks(name: str, attention: str) -> None:
@@ -72,8 +71,7 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
     assert answers(model, asked, num_blocks=96) == expected
 
 
-@pytest.mark.parametrize("pages", [64, 40])
-def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_do_not_fit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that are admitted find their pages: no step lacks any in the middle."""
     lacked = list[object]()
     monkeypatch.setattr(ElasticScheduler, "raise_reserve", lacked.append)
@@ -81,7 +79,7 @@ def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPat
     model = build("llama", num_hidden_layers=4, **heads)
     asked = prompts(24, 60)
     expected = stock(model, asked, 40)
-    install(pages)
+    install(40)
     with ballonet.manage(model):
         assert answers(model, asked, 40) == expected
         assert devices.require().snapshot()["pages"]["kv"] == 0
@@ -89,7 +87,7 @@ def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.counts
-@pytest.mark.parametrize("host", [64, 1, 0])
+@pytest.mark.parametrize("host", [64, 0])
 def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     """In the middle of a step, too, whose activations need them. Without room there requests are computed again."""
     model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
@@ -97,7 +95,7 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     ballonet.install(28 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
     with ballonet.manage(model):
         assert answers(model, asked, 60) == expected
-        assert (ballonet.stats().copied.kv_d2h > 8 * PAGE) == (host > 1)
+        assert (ballonet.stats().copied.kv_d2h > 8 * PAGE) == (host > 0)
     device = devices.require()
     if not host:
         assert not device.host_pages
@@ -153,10 +151,9 @@ def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.counts
-@pytest.mark.parametrize("models", [1, 2])
-def test_requests_that_come_and_go_change_no_page(models: int) -> None:
-    """Pages that requests leave are those of the next, also where two models take turns: only a new peak maps any."""
-    built = [build("llama", num_hidden_layers=12) for _ in range(models)]
+def test_requests_that_come_and_go_change_no_page() -> None:
+    """Pages that requests leave are those of the next, though two models take turns: only a new peak maps any."""
+    built = [build("llama", num_hidden_layers=12) for _ in range(2)]
     draw, changes = torch.Generator().manual_seed(0), list[float]()
     install(512)
     device = devices.require()
@@ -166,8 +163,8 @@ def test_requests_that_come_and_go_change_no_page(models: int) -> None:
         loops = [
             stack.enter_context(looping(model, 24, max_batch_tokens=256, allow_block_sharing=False)) for model in built
         ]
-        for turn in range(4 * (1 + models)):
-            before, manager = device.snapshot()["driver_calls"], loops[turn % models]
+        for turn in range(12):
+            before, manager = device.snapshot()["driver_calls"], loops[turn % 2]
             lengths = torch.randint(20, 100, (8,), generator=draw).tolist()
             asked = [torch.randint(3, 60, (length,), generator=draw).tolist() for length in lengths]
             assert [answer.error for answer in ask(manager, asked)] == [None] * 8
@@ -335,7 +332,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
 
 
 @pytest.mark.counts
-def test_nothing_streams_because_it_may_while_others_wait(tuned: Tuned) -> None:
+def test_layers_stay_resident_while_requests_wait(tuned: Tuned) -> None:
     tuned(weights={"large": 2**11})
     model, asked = build("llama", num_hidden_layers=6), prompts(12, 30)
     expected = stock(model, asked, 40)
@@ -389,7 +386,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
         del manager, schedule, answer
 
 
-def test_what_a_model_promises_its_requests_are_promised() -> None:
+def test_slo_of_a_model_is_that_of_its_requests() -> None:
     install(64)
     model: Any = build("llama")
     asked: list[RequestSLO] = []
@@ -409,18 +406,6 @@ def test_what_a_model_promises_its_requests_are_promised() -> None:
         del manager, schedule
         asked_of = [(request.ttft, request.tpot, request.arrived > 0) for request in asked]
         assert asked_of == [(None, 60.0, True)] * 4 + [(None, 50.0, False)] * 4
-
-
-def test_a_batch_is_an_iteration_for_the_governor() -> None:
-    """The governor is asked what to stream, and learns what batches take."""
-    model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)
-    expected = stock(model, asked, 30)
-    install(256)
-    with ballonet.manage(model) as managed:
-        assert answers(model, asked, 30) == expected
-        report = managed.report()
-    assert report.times["decode"].measured is not None
-    assert report.times["prefill"].measured is not None
 
 
 def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,30 +492,6 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
         assert not managed.report().streamed
 
 
-def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
-    """Although layers stream all the time: pages that are created in 40 steps, with a look in each few and without."""
-    tuned(clock=Clock(), weights={"large": 2**11})  # no layer comes home meanwhile
-    model = build("llama", num_hidden_layers=12, hidden_size=128)
-    install(64)
-
-    def created(idle: int) -> int:
-        tuned(serving={"idle": idle})
-        with ballonet.manage(model) as managed, looping(model, 64) as manager:
-            assert managed.report().streamed
-            device, calls = devices.require(), list[int]()
-            watch = model.register_forward_hook(
-                lambda *_: calls.append(device.snapshot()["driver_calls"]["cuMemCreate"])
-            )
-            manager.add_request([*range(3, 60)])
-            assert manager.get_result(timeout=600).error is None
-            watch.remove()
-            assert len(calls) == 64
-            return calls[-1] - calls[24]
-
-    without = created(10**6)
-    assert created(4) < without + 8
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -538,7 +499,7 @@ def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
         (continuous_api.ContinuousBatchProcessor, "_generation_step"),
     ],
 )
-def test_what_others_have_replaced_since_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_of_another_library_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, stock_s := getattr(owner, name))  # which is put back at the end
     install(64)
     model = build("llama")
@@ -591,7 +552,7 @@ def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "gpt2"])
-def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_beyond_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where positions are computed requests go on as stock's do."""
     model, rotary = build(name, max_position_embeddings=32), build("llama", max_position_embeddings=32)
     asked = prompts(2, 8)

@@ -37,12 +37,12 @@ def nested(levels: int) -> dict[str, Any]:
         (b'{"a": 1' + b"0" * 10**4 + b"}", "no JSON"),
     ],
 )
-def test_what_cannot_be_read_is_told(sent: bytes, says: str) -> None:
+def test_unreadable_body_is_told(sent: bytes, says: str) -> None:
     with pytest.raises(BadBody, match=says):
         read(sent)
 
 
-def test_what_is_nested_as_far_as_it_may_be_is_read() -> None:
+def test_body_nested_up_to_the_limit_is_read() -> None:
     assert read(json.dumps(nested(NESTED - 1)).encode()) == nested(NESTED - 1)
 
 
@@ -100,7 +100,7 @@ def test_a_field_that_is_wrong_is_named(path: str, body: dict[str, Any], says: s
         (RESPONSES, {"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]}),
     ],
 )
-def test_what_is_right_passes(path: str, body: dict[str, Any]) -> None:
+def test_body_that_is_right_passes(path: str, body: dict[str, Any]) -> None:
     check(path, body)
 
 

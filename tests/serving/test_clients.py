@@ -28,7 +28,7 @@ from ballonet.hooks.server.server import Server
 from ..pool import bytes_that_exist, take_out
 from .test_server import ask, saved
 
-CLIENTS = 1000 if "BALLONET_SOAK" in os.environ else 300
+CLIENTS = 1000 if "BALLONET_SOAK" in os.environ else 120
 AT_ONCE = 60
 PAGE = 8192
 MOMENT = 0.005  # seconds between two looks, in which others run

@@ -62,17 +62,16 @@ def host_first(pages: int) -> None:
     ballonet.install(pages * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("name", "pages", "sizes"),
+    ("name", "attention", "pages", "sizes"),
     [
-        ("llama", 120, {"num_hidden_layers": 12}),
-        ("cohere2", 100, {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}),
-        ("mixtral", 120, {"num_hidden_layers": 8}),
+        ("llama", "sdpa", 120, {"num_hidden_layers": 12}),
+        ("cohere2", "sdpa", 100, {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}),
+        ("mixtral", "eager", 120, {"num_hidden_layers": 8}),
     ],
 )
 def test_blocks_are_copied_beside_the_computation(
-    name: str, pages: int, sizes: dict[str, Any], attention: str, slow: None, monkeypatch: pytest.MonkeyPatch
+    name: str, attention: str, pages: int, sizes: dict[str, Any], slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked = build(name, **sizes, **HEADS), prompts(24, 60)
     model.set_attn_implementation(attention)
@@ -87,7 +86,7 @@ def test_blocks_are_copied_beside_the_computation(
         assert devices.require().snapshot()["pages"]["kv"] == 0
 
 
-def test_what_is_on_its_way_is_not_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_their_way_are_not_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts end before their copies do, and `generate()` begins with what they have left."""
     for name, value in testing.environment(link="1MB/s").items():  # a tenth of a second for a layer
         monkeypatch.setenv(name, value)

@@ -25,7 +25,7 @@ class Heap:
             self.holds = max(self.holds, self._ratio * needed)
 
 
-def test_what_a_burst_took_goes_when_steps_need_less() -> None:
+def test_pages_of_a_burst_go_when_steps_need_less() -> None:
     heap = Heap(0.5)
     heap.runs([10, 1000, 10, 10] + 3 * STEPS * [10])
     assert (heap.holds, heap.trims) == (5, 1)

@@ -51,7 +51,9 @@ class Preemption(PagePreemption):
         (0.01, None, True, "moved"),
     ],
 )
-def test_what_takes_less(page: float | None, again: float | None, room: bool, done: str) -> None:
+def test_preempted_request_moves_or_is_computed_again_by_what_takes_less(
+    page: float | None, again: float | None, room: bool, done: str
+) -> None:
     """Eight pages there and back are sixteen copies."""
     preemption = Preemption(page, again, room)
     assert preemption.offload_requests()
@@ -75,7 +77,7 @@ class Raised:
         return pages
 
 
-def test_what_a_request_lacks_is_looked_up_once() -> None:
+def test_pages_a_request_lacks_are_looked_up_once() -> None:
     device: Any = Raised()
     restored: list[set[int]] = []
     pages: Any = SimpleNamespace(client=SimpleNamespace(away=lambda pieces: set(range(PAGES)), restore=restored.append))

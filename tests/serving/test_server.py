@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrai
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 
 import ballonet
+from ballonet.__main__ import main
 from ballonet.allocator import control, devices
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
@@ -275,9 +276,7 @@ async def asked_of(loop: Loop, streaming: bool, model: Any, name: str, tokens: i
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_nothing_stays_promised_to_a_request_that_is_not_taken(
-    streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_not_taken_keeps_no_promise(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the loop is stopping")
 
@@ -415,7 +414,7 @@ def by_stock(folder: str, prompt: str, tokens: int = TOKENS) -> str:
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_what_is_refused(serving: Serving) -> None:
+def test_wrong_request_is_refused_with_status_and_reason(serving: Serving) -> None:
     text: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
     chat: dict[str, Any] = {"model": serving.models[0], "messages": [{"role": "user", "content": "w3"}]}
     bare = {"model": serving.models[2], "input": "w3"}  # without a chat template; its loop has not begun
@@ -452,7 +451,7 @@ def test_what_is_refused(serving: Serving) -> None:
     assert "Traceback" not in serving.said()
 
 
-def test_what_no_header_calls_json_is_looked_at_too(serving: Serving) -> None:
+def test_body_without_a_type_of_content_is_checked(serving: Serving) -> None:
     """Without a type of content the body reaches transformers' handlers, which would load what it names."""
     with socket.create_connection(("127.0.0.1", int(serving.url.rpartition(":")[2]))) as link:
         sent = b'{"model": "gpt-5", "prompt": "w3"}'
@@ -483,38 +482,36 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     assert events[-1].type == "response.completed"
 
 
-def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
+def test_a_recorded_load(serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 20 * n, "input_length": 600 + n, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(10)
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
     options = ("--lengths", "0.1", "--limit", "8", "--ttft-slo", "600s", "--api-key", KEY)
-    command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]
-    done = programs.python("-m", "ballonet", *command)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    assert main(["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]) == 0
+    said = json.loads(capsys.readouterr().out)
     assert list(said) == [
         *("requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
         *("tokens_per_second", "goodput"),
     ]
-    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0), done.stderr
+    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0)
     assert 0 < said["ttft_p50"] <= said["ttft_p99"] <= said["seconds"]
     assert said["goodput"] == pytest.approx(8 / said["seconds"], rel=0.01)
 
 
-def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
+def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(12):  # so that it is known what steps take
         ask(serving.client(), serving.models[1], 3 + n)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
-        done = programs.python("-m", "ballonet", *command, *options, "--json")
-        assert done.returncode == (1 if failed else 0), done.stderr
-        said = json.loads(done.stdout)
+        assert main([*command, *options, "--json"]) == (1 if failed else 0)
+        printed = capsys.readouterr()
+        said = json.loads(printed.out)
         assert (said["failed"], said["refused"]) == (failed, failed)
-        assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
+        assert ("tpot of 1e-06 s cannot be kept" in printed.err) == (failed > 0)
 
 
 @pytest.mark.parametrize(("grace", "tokens"), [("300s", 50), ("100ms", 400)])
@@ -595,7 +592,7 @@ def test_a_model_that_cannot_be_served_ends_the_server_with_its_name(name: str, 
     assert "Traceback" not in done.stderr
 
 
-def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
+def test_server_on_all_addresses_without_a_key_is_refused(tmp_path: Path) -> None:
     done = programs.python("-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 2
     assert "--api-key" in done.stderr

@@ -46,7 +46,7 @@ def ask(client: OpenAI, model: str, prompt: str) -> str:
     return answer.choices[0].text
 
 
-def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_share_one_budget(servers: Sequence[Serving], capsys: pytest.CaptureFixture[str]) -> None:
     stock = [by_stock(servers[0].models[0], prompt, TOKENS) for prompt in PROMPTS]
     asking = {server: partial(ask, server.client(), server.models[0]) for server in servers}
 

@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_those_that_wait_get_the_pages_of_an_idle_process(
+def test_waiting_requests_get_the_pages_of_an_idle_process(
     tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However few looks a request may wait for: others are asked first."""

@@ -79,7 +79,7 @@ def test_requests_of_a_step_that_finds_no_memory_begin_again(two: bool, schedule
     with ballonet.manage(model):
         with Lacking(model, lambda *_: False) as whole:
             assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
-        for when in ({1}, {2}, {4, 5}, {whole.steps // 2}, {whole.steps - 1}, set(range(3, 40, 3))):
+        for when in ({1}, {4, 5}, {whole.steps - 1}, set(range(3, 40, 3))):
             with Lacking(model, lambda step, _, when=when: step in when) as lacking:  # type: ignore[misc]
                 assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
             assert lacking.failed == len(when) or max(when) > 30
@@ -125,7 +125,9 @@ def test_tokens_are_stocks_with_two_batches_in_flight(monkeypatch: pytest.Monkey
         take_out()
 
 
-def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool, at_steps: Callable[[Iterator[None]], None]) -> None:
+def test_waiting_request_runs_once_the_running_one_is_cancelled(
+    two: bool, at_steps: Callable[[Iterator[None]], None]
+) -> None:
     """After requests were preempted none begins until one ends: here the one that runs is cancelled, and none ends."""
     model, asked = build("llama", num_hidden_layers=4), prompts(2, 20)
     expected = stock(model, asked, 6)
@@ -323,11 +325,11 @@ def _none(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no memory, says the test")
 
 
-def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
+def test_kept_host_pages_make_no_request_too_large() -> None:
     """What a cache keeps there goes as soon as somebody needs it."""
     model, asked = build("llama", num_hidden_layers=12), prompts(1, 40)[0]
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=80 * PAGE, device="cpu")
-    with ballonet.manage(model, interval=None), looping(model, 400) as manager:
+    with ballonet.manage(model, interval=None), looping(model, 200) as manager:
         manager.add_request(asked, max_new_tokens=1)
         assert manager.get_result(timeout=600).error is None
         schedule = manager.batch_processor.scheduler
@@ -342,7 +344,7 @@ def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
         del client, schedule, manager
 
 
-def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: Tuned) -> None:
+def test_waiting_request_fails_while_memory_is_taken(tuned: Tuned) -> None:
     """A tensor has the memory that the request was admitted with, and nobody runs who could give some."""
     tuned(serving={"lonely": 3})
     model, asked = build("llama", num_hidden_layers=12), prompts(1, 40)[0]
@@ -362,8 +364,8 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
         del manager
 
 
-@pytest.mark.parametrize("left", [20, 21, 23, 27])
-def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
+@pytest.mark.parametrize("left", [20, 23])
+def test_requests_waiting_for_a_reserve_run_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
     """No more is free than always stays so, or little more."""
     tuned(serving={"lonely": 3})
     model, asked = build("llama", num_hidden_layers=4), prompts(16, 60)
@@ -389,7 +391,7 @@ def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
     ballonet.install(128 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
     with ballonet.manage(model, interval=None), looping(model, 12, max_batch_tokens=256) as manager:
         device, calls = devices.require(), []
-        for _ in range(24):
+        for _ in range(16):
             began = device.snapshot()["driver_calls"]["cuMemSetAccess"]
             with TOGETHER:
                 for _ in range(8):
@@ -398,6 +400,6 @@ def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
             calls.append(device.snapshot()["driver_calls"]["cuMemSetAccess"] - began)
         kept = manager.batch_processor.scheduler.cache.pages.client
         assert kept.displaced > 0
-        before, then = median(calls[1:7]), median(calls[-12:])  # when requests come decides about a single round
+        before, then = median(calls[1:7]), median(calls[-6:])  # when requests come decides about a single round
         assert then <= 3.4 * before, "each page that comes, and one that goes to the host for it"
         del kept, manager

@@ -166,7 +166,7 @@ def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeyp
 
 
 @pytest.mark.usefixtures("managed")
-def test_what_was_published_is_withdrawn_before_anything_is_captured(model: Any) -> None:
+def test_published_layers_are_withdrawn_before_a_capture(model: Any) -> None:
     seen: list[int] = []
 
     def look(*_: object) -> None:
@@ -221,33 +221,7 @@ def test_a_part_of_a_layer_that_is_called_by_itself(
     assert not any(module._forward_pre_hooks for module in model.model.layers[3].mlp.modules())
 
 
-def test_runs_of_layers_within_a_forward(model: Any, managed: ballonet.Managed, expected: torch.Tensor) -> None:
-    """The forwards of layers are called within that of the first, past their hooks."""
-    made: list[Captured] = []
-    placed: list[torch.Tensor] = []
-    forwards = [layer.forward for layer in model.model.layers[:2]]
-
-    def both(states: torch.Tensor, **others: Any) -> torch.Tensor:
-        cosine, sine = others["position_embeddings"]
-        if not made:
-            placed.extend(tensor.clone() for tensor in (states, cosine, sine))
-            others["position_embeddings"] = tuple(placed[1:])
-            made.append(Captured(lambda: forwards[1](forwards[0](placed[0], **others), **others)))
-        for place, new in zip(placed, (states, cosine, sine), strict=True):
-            place.copy_(new)
-        return made[0].replay()
-
-    model.model.layers[0].forward, model.model.layers[1].forward = both, lambda states, **_: states
-    assert torch.equal(logits(model), expected)
-    assert {0, 1} <= set(managed.report().kept)
-    prepare(model)
-    take()
-    for _ in range(2):
-        assert torch.equal(logits(model), expected)
-    del model.model.layers[0].forward, model.model.layers[1].forward
-
-
-def test_what_nobody_notices_within_a_forward(
+def test_capture_of_a_weight_within_a_forward_keeps_all_layers(
     model: Any, managed: ballonet.Managed, original: Any, expected: torch.Tensor
 ) -> None:
     states, made = hidden(model), []
@@ -291,7 +265,7 @@ def test_a_replay_is_leased(model: Any, managed: ballonet.Managed, original: Any
         assert reclaimed() > before, "it gave what was demanded before it was launched"
 
 
-def test_nothing_of_the_model_moves_between_the_forwards_of_a_capture(
+def test_model_stays_put_between_the_forwards_of_a_capture(
     model: Any, managed: ballonet.Managed, expected: torch.Tensor
 ) -> None:
     graph = torch.cuda.CUDAGraph()
@@ -310,7 +284,7 @@ def test_nothing_of_the_model_moves_between_the_forwards_of_a_capture(
 
 
 @pytest.mark.parametrize("interval", ["auto", 2])
-def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Tensor, interval: Any) -> None:
+def test_streamed_layer_cannot_be_captured(model: Any, expected: torch.Tensor, interval: Any) -> None:
     with ballonet.manage(model, interval=interval) as managed:
         prepare(model)
         if interval == "auto":
@@ -338,19 +312,9 @@ def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Ten
         assert managed.report().kept == ()
 
 
-def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expected: torch.Tensor) -> None:
-    states, right = hidden(model), of_stock(original, 0)
-    with ballonet.manage(model, interval=2) as managed:
-        before = managed.report().streamed
-        captured = Captured(lambda: model.model.layers[0].mlp(states))
-        assert managed.report().kept == (0,)
-        for _ in range(2):
-            assert torch.equal(logits(model), expected)
-            assert torch.equal(captured.replay(), right)
-        assert managed.report().streamed == before
-
-
-def test_whatever_is_planned(model: Any, managed: ballonet.Managed, original: Any, expected: torch.Tensor) -> None:
+def test_captured_layer_stays_resident_under_any_plan(
+    model: Any, managed: ballonet.Managed, original: Any, expected: torch.Tensor
+) -> None:
     states, right = hidden(model), of_stock(original, 3)
     elastic = managed._residency
     before = elastic.plan.pages

@@ -174,9 +174,8 @@ def _train(model: Any) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("held", [False, True])
-def test_what_is_written_to_a_layer_that_has_come_back_is_read(
+@pytest.mark.parametrize(("how", "held"), [*((how, False) for how in CHANGES), ("data", True), ("replaced", True)])
+def test_write_to_a_layer_that_has_come_back_is_read(
     model: Any, original: Any, managed: ballonet.Managed, how: str, held: bool
 ) -> None:
     references = list(model.parameters()) if held else []
@@ -271,7 +270,7 @@ def test_before_a_capture_a_layer_that_has_come_back_is_resident(
         del graph
 
 
-@pytest.mark.parametrize("share", [0.5, 0.83, 0.95])
+@pytest.mark.parametrize("share", [0.5, 0.95])
 def test_a_model_that_gives_nothing_is_not_prepared(
     model: Any, original: Any, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:

@@ -24,7 +24,7 @@ from ..pool import bytes_that_exist
 from ..tuned import Clock, Tuned
 from .conftest import BUDGET, LAYERS, PAGE, full, say
 
-CYCLES = 10
+CYCLES = 4
 IDS = torch.arange(2 * 120).reshape(2, 120) % 190
 HELD = 64  # tokens of the cache
 

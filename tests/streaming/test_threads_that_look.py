@@ -60,7 +60,7 @@ def told(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
         yield Told(model, it, monkeypatch)
 
 
-def test_nothing_comes_or_goes_in_a_section(told: Told, stock: torch.Tensor) -> None:
+def test_layers_stay_as_they_are_in_a_section(told: Told, stock: torch.Tensor) -> None:
     told.stream(1)
     with told.it.resident():
         for layers in ((), (1, 2)):

@@ -162,7 +162,7 @@ def check_looks(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_whatever_is_seen_of_a_weight_is_the_weight(
+def test_every_look_at_a_streamed_weight_shows_the_weight(
     model: Any, original: Any, managed: ballonet.Managed, moment: str
 ) -> None:
     """At once, later in the forward and after others, of the layer that runs and of those before and after it; what is
@@ -235,7 +235,7 @@ def test_layers_that_are_taken_out_while_all_fly(model: Any, original: Any, mana
     devices.require().check()
 
 
-def test_what_ctrl_c_broke_off_is_freed(model: Any, managed: ballonet.Managed) -> None:
+def test_cache_of_an_interrupted_forward_is_freed(model: Any, managed: ballonet.Managed) -> None:
     """A cache with its pages, above all, though the model does not run again."""
     cache = DynamicCache()
     with projection(model, managed).register_forward_pre_hook(interrupt), suppress(KeyboardInterrupt), torch.no_grad():
@@ -407,9 +407,7 @@ def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins
     assert not THIS.counts_references or copied[0] < copied[1]
 
 
-def test_what_another_part_writes_in_the_same_forward_is_read(
-    model: Any, original: Any, managed: ballonet.Managed
-) -> None:
+def test_weight_written_earlier_in_the_forward_is_read(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """The copy of the layer has begun by then."""
 
     def write(it: Any) -> Any:
@@ -425,7 +423,7 @@ def test_what_another_part_writes_in_the_same_forward_is_read(
         assert say(model).agrees(expected)
 
 
-def test_what_is_noted_at_a_weight_is_there_in_its_forward(model: Any, managed: ballonet.Managed) -> None:
+def test_attribute_of_a_weight_is_there_in_its_forward(model: Any, managed: ballonet.Managed) -> None:
     module = projection(model, managed)
     module.weight.scale = 3
     seen: list[Any] = []
@@ -503,7 +501,7 @@ def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.
     def run(_: object) -> None:
         model(IDS)
 
-    for number, _ in enumerate(at_each_line(nullcontext, run, *parts, most=60, least=250)):
+    for number, _ in enumerate(at_each_line(nullcontext, run, *parts, most=30, least=250)):
         assert all(bits(tensor) == expected[name] for name, tensor in tensors(model).items())
         if number % 5 == 0:
             assert say(model).agrees(stock)

@@ -137,7 +137,7 @@ def settled(need: int, pages: int) -> Engine:
     return engine
 
 
-def test_it_opens_what_is_needed_lowest_first() -> None:
+def test_needed_blocks_are_opened_lowest_first() -> None:
     engine = settled(5, pages=20)
     assert sorted(block.block_id for block in engine.pool.free_block_queue.free) == [1, 2, 3, 4, 5]
 

@@ -68,7 +68,7 @@ def test_a_version_with_all_of_it_will_do(folder: Path) -> None:
         "FreeKVCacheBlockQueue.prepend_n",
     ],
 )
-def test_what_is_missing_is_named(folder: Path, lacks: str) -> None:
+def test_missing_seam_is_named(folder: Path, lacks: str) -> None:
     version(folder, lacks)
     with pytest.raises(UnsupportedVersion, match=rf"vLLM 0\.9 lacks {lacks}, which the connector stands on: use vLLM"):
         seams.check()

@@ -36,7 +36,7 @@ def engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield first, second
 
 
-def test_they_share_one_budget(engines: tuple[Led, Led], stock: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_engines_share_one_budget(engines: tuple[Led, Led], stock: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def parts(*total: int) -> dict[int, int]:
         """Bytes of each process, after the total has changed."""
         assert main(["budget", "--shared", *map(str, total), "--json"]) == 0, capsys.readouterr().err
