@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks import compat
 from ballonet.hooks.kv import generation
-from ballonet.hooks.kv.kinds import CROSS_ATTENTION, CachePlan, elastic_layers, plan, reason_to_leave
+from ballonet.hooks.kv.cache import CROSS_ATTENTION, CachePlan, elastic_layers, plan, reason_to_leave
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import build

@@ -21,8 +21,7 @@ from ballonet.hooks.plan.forward import seen, shape_of
 from ballonet.hooks.plan.planner import Planner
 from ballonet.hooks.plan.planner import _at_least as at_least
 from ballonet.hooks.programs import model_info
-from ballonet.hooks.weights.layers import decoder_layers
-from ballonet.hooks.weights.storages import members, survey
+from ballonet.hooks.weights.model_parts import decoder_layers, members, survey
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
