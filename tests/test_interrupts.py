@@ -260,7 +260,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
         assert snapshot["host_pages"] == snapshot["host_free"]
         device.check()
 
-    for _ in at_each_line(begin, list.clear, *FAREWELLS, streamed, turns, most=30, least=50):
+    for _ in at_each_line(begin, list.clear, *FAREWELLS, streamed, lease, most=30, least=50):
         pass
     assert set(ignored.kinds) <= {KeyboardInterrupt}
 

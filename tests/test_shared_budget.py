@@ -289,19 +289,19 @@ def test_figures_are_published(
 
 
 @pytest.fixture
-def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared_part.Share]:
+def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared.Share]:
     """The part of this process, which has all that there is."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     tuned(weights={"large": 2**11})
     ballonet.install(64 * MIB, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
     shared.join(devices.of(), 16 * MIB, 0, 0, replace(DEFAULT.sharing, patience=300.0))
     part = devices.of().shared
-    assert isinstance(part, shared_part.Share)
+    assert isinstance(part, shared.Share)
     yield part
     take_out()
 
 
-def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared_part.Share) -> None:
+def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared.Share) -> None:
     model = build("llama", num_hidden_layers=8, hidden_size=64, intermediate_size=512)
     expected = model(**prompts(2, 16)).logits
     refused, given = list[BudgetInUse](), list[torch.Tensor]()

@@ -144,7 +144,7 @@ def test_another_salt_has_other_files(files: PrefixFiles) -> None:
 
 
 def test_file_of_another_version_is_left_alone(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_file, "FORMAT", "ballonet prefix 999")
+    monkeypatch.setattr(prefix_files, "FORMAT", "ballonet prefix 999")
     assert files.save(*run(0))
     monkeypatch.undo()
     fresh = PrefixFiles(files.directory, None, SALT)
