@@ -316,20 +316,18 @@ PROCESS = {
     "hooks/forward/lease.py": "on_this_thread _numbers",  # of one thread: its open leases; no two have the same number
     "hooks/kv/generation.py": "_attached _followed _thread",  # transformers' names are replaced once
     "hooks/managed.py": "models lock",  # the registry of managed models, where what users call looks
-    "hooks/pieces/calls.py": "_runners _loops",  # `forward` of a class is wrapped once; a loop is known by its cache
-    "hooks/pieces/calls.py": "_users",  # torch's switch of cuDNN's attention is the process's
+    # `forward` of a class is wrapped once; a loop is known by its cache; torch's switch of cuDNN's is the process's
+    "hooks/pieces/calls.py": "_runners _loops _users",
     "hooks/pieces/graph_pool.py": "_without_collection",  # Python collects for the whole process, or not
     "hooks/pieces/recipe.py": "writes THE_CACHE UNREAD",  # an operator of torch has one schema; names in recipes
     "hooks/pieces/recorder.py": "_needs_host",  # an operator of torch has one schema
     "hooks/pieces/seams.py": "_recording _thread",  # transformers' names; who records, by thread
-    "hooks/plan/forward.py": "seen",  # a configuration has the same forwards whoever plans with it
-    "hooks/plan/forward.py": "_all_widths",  # a configuration has the same widths
+    "hooks/plan/forward.py": "seen _all_widths",  # a configuration has the same forwards whoever plans with it
     "hooks/prefix/sessions.py": "_stores _thread",  # `generate` is wrapped once; of one thread: may it be stored?
     "hooks/programs/first_use.py": "_installed _watching",  # a notebook loads the extension once
     "hooks/replicas/http_frontend.py": "_options",  # of one request
     "hooks/replicas/pair.py": "_device local_address",  # links share a thread of gloo, by the machine's address
-    "hooks/server/tenants.py": "is_open",  # of one request
-    "hooks/server/tenants.py": "asked_slo asked_seed",  # of one request
+    "hooks/server/tenants.py": "is_open asked_slo asked_seed",  # of one request
     "hooks/splice/elsewhere.py": "_class_for",  # for each class of cache layers one, so that two are of one type
     "hooks/splice/proof.py": "_known",  # what was proven of a class of models, which no model changes
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
@@ -338,7 +336,7 @@ PROCESS = {
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
     "offload/policy/layer_order.py": "_least nested",  # by numbers; the last some hundred are kept
-    "offload/policy/remap.py": "cap",  # by numbers; the last some hundred are kept
+    "offload/policy/remap.py": "_least cap nested",  # by numbers; the last some hundred are kept
     "offload/policy/replicas/spans.py": "_cut",  # by numbers; the last some hundred are kept
     "offload/record/link.py": "_gpu",  # NVML is opened once, and stays open; by the name of the GPU
 }

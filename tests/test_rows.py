@@ -65,8 +65,7 @@ the ladder: one order, above every floor, and back without flapping
   cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
-  cpu test_core_spill.py::test_it_goes_when_it_is_freed_and_device_pages_come_first_again
-  cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
+  cpu test_core_spill.py::test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again
   gpu gpu/test_balloon_core.py::test_spilled_block_computes_the_same figure:oom
 live budget: met with the driver, or refused with the number and nothing changed
   cpu test_core_stateful.py::test_anything_in_any_order

@@ -2,7 +2,7 @@
 for more where it is short and gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
 
 Note [How a part moves]
-    An allocation that finds no page reports a shortage (shortage.h), and the thread `ballonet-shared` answers. It takes
+    An allocation that finds no page reports a shortage (reclaim.h), and the thread `ballonet-shared` answers. It takes
     free bytes of the ledger. If those are too few it asks the other processes what they use, and some of them to give,
     by the socket that `ballonet budget` uses. Each of these lowers its own budget as `set_budget()` does, first by idle
     pages and then by its ladder, then its part, and answers; the bytes are free in the ledger then. A process that does

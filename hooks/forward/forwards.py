@@ -8,10 +8,10 @@ Note [Leases and interrupts]
     the same thread next runs the model, or ends. A call within one that is on the stack is nested, and needs nothing.
 
 Note [When help is asked for]
-    The core words the error where no Python may run (exhausted.cpp), and most programs that catch one never read it. So
-    what would help is worked out when the message is read, from sizes that were noted when it was raised. The message
-    is a str whose text grows then; code that looks into it without `str()`, as accelerate does into `args`, sees the
-    core's words.
+    The core words the error where no Python may run (heap_report.cpp), and most programs that catch one never read it.
+    So what would help is worked out when the message is read, from sizes that were noted when it was raised. The
+    message is a str whose text grows then; code that looks into it without `str()`, as accelerate does into `args`,
+    sees the core's words.
 """
 
 from __future__ import annotations

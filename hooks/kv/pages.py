@@ -18,7 +18,7 @@ Note [No page is free]
     2  pages that are full by now are offered, those of the asking forward too, and the core takes some
     3  prefixes that are only kept for later prompts are dropped
     4  unreachable objects are collected: caches of calls that were interrupted are kept alive by tracebacks
-    5  the controller of the model's replicas is told that pages are lacking (duplicates.py)
+    5  the controller of the model's replicas is told that pages are lacking (overview.py)
     6  pages that other threads lease are requested of them, and waited for
     7  host pages are mapped
     8  torch.OutOfMemoryError
