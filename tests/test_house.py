@@ -332,10 +332,9 @@ PROCESS = {
     "hooks/splice/proof.py": "_known",  # what was proven of a class of models, which no model changes
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules
-    "offload/governor/situation.py": "_kept _meeting",  # by numbers; the last some hundred are kept
+    "offload/governor/decision.py": "_kept _meeting",  # by numbers; the last some hundred are kept
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
-    "offload/policy/layer_order.py": "_least nested",  # by numbers; the last some hundred are kept
     "offload/policy/remap.py": "_least cap nested",  # by numbers; the last some hundred are kept
     "offload/policy/replicas/spans.py": "_cut",  # by numbers; the last some hundred are kept
     "offload/record/link.py": "_gpu",  # NVML is opened once, and stays open; by the name of the GPU
