@@ -344,7 +344,7 @@ EDGES = {  # where nobody passes a tuning, as nobody has one yet
     *("hooks/programs/facts.py", "hooks/server/page_size.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
     *(f"hooks/plan/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
-    *(f"hooks/virtual_replicas/{name}.py" for name in ("memory_policies", "pipeline")),
+    *(f"hooks/virtual_replicas/{name}.py" for name in ("fleet", "memory_policies")),
 }
 
 
