@@ -49,15 +49,14 @@ from .fleet import VirtualFleet
 from .group_queue import Job
 from .memory_policies import Peers
 from .virtual_link import Sender, VirtualLink
-from .virtual_stage import VirtualLayers, VirtualMachine, VirtualModel, VirtualStage
+from .virtual_stage import VirtualLayers, VirtualMachine, VirtualReplicaModel, VirtualStage
 from .virtual_time import VirtualTime, VirtualWakeup
 
 _PRINT = Fingerprint("", "", "", "", "")
-_PATIENCE = 3600.0  # virtual seconds without a token
 
 
 @dataclass(eq=False, slots=True)
-class Client:
+class RecordedClient:
     """A recorded request. `delivered`: tokens that its client has; `is_over`: it has all, got an error, or is gone."""
 
     number: int
@@ -72,18 +71,18 @@ class Client:
         return max(1, self.arrival.new)
 
 
-class Clients:
+class RecordedClients:
     """The clients of a run. `left`: how many wait; `news`: when one got a token."""
 
     def __init__(self, time: VirtualTime, arrivals: Sequence[RecordedArrival], note: Callable[[int], object]) -> None:
         """`note`: called with the number of requests that have ended."""
-        self.all = [Client(number, arrival, Answered(arrival.at)) for number, arrival in enumerate(arrivals)]
+        self.all = [RecordedClient(number, arrival, Answered(arrival.at)) for number, arrival in enumerate(arrivals)]
         self.left = len(self.all)
         self.news = 0.0
         self._time = time
         self._note = note
 
-    def deliver(self, client: Client, tokens: int) -> None:
+    def deliver(self, client: RecordedClient, tokens: int) -> None:
         """Takes in that a client has so many tokens in all."""
         now = self.news = self._time.now()
         client.answer.times.extend([now] * (tokens - client.delivered))
@@ -92,7 +91,7 @@ class Clients:
         if tokens == client.new:
             self.end(client)
 
-    def end(self, client: Client, error: str = "") -> None:
+    def end(self, client: RecordedClient, error: str = "") -> None:
         """Ends a request. `error`: why it has failed; empty: it has not."""
         assert not client.is_over, f"request {client.number} ends twice"
         client.is_over = True
@@ -100,13 +99,13 @@ class Clients:
         self.left -= 1
         self._note(len(self.all) - self.left)
 
-    def run(self, submit: Callable[[Client], object]) -> list[Answered]:
+    def run(self, submit: Callable[[RecordedClient], object]) -> list[Answered]:
         """Runs until all requests have ended, and returns their answers. `submit`: called with each when it arrives."""
         for client in self.all:
             self._time.at(client.arrival.at, lambda client=client: submit(client))  # type: ignore[misc]
         self.news = max((client.arrival.at for client in self.all), default=0.0)
         while self.left and self._time.step():
-            assert self._time.now() < self.news + _PATIENCE, f"{self.left} requests wait for nothing"
+            assert self._time.now() < self.news + 3600, f"{self.left} requests wait for nothing"
         assert not self.left, f"{self.left} requests wait for nothing"
         return [client.answer for client in self.all]
 
@@ -170,7 +169,7 @@ class VirtualProcess:
                 me = self.member = welcome.member
                 fleet.machines[me] = self.machine
                 self.channel.post(fleet.hello(self.rank))
-                model: Any = VirtualModel(self.machine, fleet.machines, fleet.cost, self.times)
+                model: Any = VirtualReplicaModel(self.machine, fleet.machines, fleet.cost, self.times)
                 layers: Any = VirtualLayers(self.machine, tuning.dropping)
                 make_stage: Any = VirtualStage
                 setup = ReplicaSetup(
@@ -228,7 +227,7 @@ class FleetRun:
         self.tuning = replace(decides, piece=max(tuning.piece, int(fleet.part(cost) / block)))
         self.machines: dict[int, VirtualMachine] = {}
         self.processes: dict[int, VirtualProcess] = {}
-        self.clients = Clients(self.time, arrivals, note)
+        self.clients = RecordedClients(self.time, arrivals, note)
         self.failed: str | None = None  # why the supervisor serves no more
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._admission = MemberAdmission("", 0)
@@ -283,7 +282,7 @@ class FleetRun:
 
     # -- requests
 
-    def _submit(self, client: Client) -> None:
+    def _submit(self, client: RecordedClient) -> None:
         why = self.failed
         if why is None:
             tokens = max(1, client.arrival.prompt)
@@ -421,7 +420,7 @@ class FleetRun:
         if seconds is not None:
             self.time.after(seconds, process.task.resume)
 
-    def _leave(self, client: Client) -> None:
+    def _leave(self, client: RecordedClient) -> None:
         if not client.is_over and client.arrival.at <= self.time.now():
             self.supervisor.cancel(str(client.number))
             self.clients.end(client, "its client is gone")
@@ -451,14 +450,14 @@ class PeerRun:
         """`policy`: of Peers; `note`: called with the number of requests that have ended."""
         self.bytes_moved = 0
         time = VirtualTime()
-        self.clients = Clients(time, arrivals, note)
+        self.clients = RecordedClients(time, arrivals, note)
         self.peers = Peers(time, fleet, cost, policy, self._deliver, self._moved)
 
     def answers(self) -> list[Answered]:
         """Runs until all requests have ended, and returns their answers."""
         return self.clients.run(self._submit)
 
-    def _submit(self, client: Client) -> None:
+    def _submit(self, client: RecordedClient) -> None:
         job = Job(str(client.number), client.number, max(1, client.arrival.prompt), client.new)
         if (why := self.peers.submit(job)) is not None:
             self.clients.end(client, why)

@@ -3,7 +3,7 @@
 Note [An iteration]
     Requests of which one token lacks KV decode, as far as there is room for it; then prompts are computed, in order,
     with what is left of the tokens of a batch. A request is in one microbatch at a time. Each answer has as many tokens
-    as were recorded, which dispatcher and controller know in advance. Memory is counted in tokens of KV, in blocks.
+    as were recorded, which dispatcher and controller know in advance. QueueMemory is counted in tokens of KV, in blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Job:
 Chunk = tuple[Job, int]  # and how many of its tokens are computed
 
 
-class Memory(Protocol):
+class QueueMemory(Protocol):
     """Decides which requests of a queue have memory."""
 
     def admit(self, queue: GroupQueue) -> None:
@@ -64,7 +64,7 @@ class GroupQueue:
     """Requests. `waiting`: those without memory; `running`: those with memory on the device, in the order in which they
     began; `used`: tokens of KV. See Note [An iteration]."""
 
-    def __init__(self, capacity: Callable[[], int], block: int, batch: int, memory: Memory) -> None:
+    def __init__(self, capacity: Callable[[], int], block: int, batch: int, memory: QueueMemory) -> None:
         """`capacity`: returns the tokens of KV for which there is memory in all; `block`: tokens of a block; `batch`:
         new tokens of an iteration."""
         self.waiting: deque[Job] = deque()

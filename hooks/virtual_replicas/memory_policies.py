@@ -2,9 +2,9 @@
 
 Note [Peers]
     Simple models of other systems, whose replicas serve each for itself. All get requests from the dispatcher that the
-    controller has, and begin them in order. `Queue` begins a request when all the KV fits that it will ever have. The
+    controller has, and begin them in order. `QueuePolicy` begins a request when all the KV fits that it will ever have. The
     others begin it when its prompt fits; when a token finds no room, the request that came last is preempted (vLLM):
-    `Recompute` frees its KV and computes it anew; `Swap` copies the KV to the host, and back before any new request
+    `RecomputePolicy` frees its KV and computes it anew; `Swap` copies the KV to the host, and back before any new request
     begins; `Migration` (Llumnix) moves requests from a replica whose queue is stuck to the one with most room: waiting
     requests at once, running ones while they go on decoding; where all replicas are full it recomputes.
 """
@@ -25,7 +25,7 @@ from .virtual_time import VirtualTime
 WATERMARK: Final = DEFAULT.replicas.watermark
 
 
-class Recompute:
+class RecomputePolicy:
     """Preempts the newest request and computes it anew. Base of the others. See Note [Peers]."""
 
     def admit(self, queue: GroupQueue) -> None:
@@ -52,7 +52,7 @@ class Recompute:
         return True
 
 
-class Queue(Recompute):
+class QueuePolicy(RecomputePolicy):
     """Begins a request only when all its KV fits. See Note [Peers]."""
 
     def wanted(self, job: Job) -> int:
@@ -60,7 +60,7 @@ class Queue(Recompute):
         return job.most
 
 
-class Swap(Recompute):
+class Swap(RecomputePolicy):
     """Swaps the newest request of one queue to the host. `away`: requests whose KV is there; `copies`: those whose KV
     is being copied. See Note [Peers]."""
 
@@ -161,7 +161,7 @@ class LoneServer:
 
             hosts[back].send(job.kv * fleet.shape.kv, copied)
 
-        memory = Queue() if policy == "queue" else Recompute()
+        memory = QueuePolicy() if policy == "queue" else RecomputePolicy()
         if policy == "swap":
             memory = Swap(copy, fleet.host_budget, fleet.shape.kv, fleet.block)
         self.queue = GroupQueue(lambda: fleet.tokens, fleet.block, fleet.batch, memory)

@@ -212,7 +212,7 @@ class VirtualLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class VirtualModel:
+class VirtualReplicaModel:
     """In place of replica_model.ReplicaModel. `machines`: of all replicas, by member."""
 
     machine: VirtualMachine
@@ -253,7 +253,7 @@ class VirtualLeader:
 
     @property
     def requests(self) -> VirtualLeader:
-        """Its requests, which are here, too."""
+        """The requests of the group, which are here, too."""
         return self
 
     @property
@@ -440,7 +440,7 @@ class VirtualStage:
 
     def __init__(
         self,
-        model: VirtualModel,
+        model: VirtualReplicaModel,
         group: Group,
         me: int,
         epoch: int,
@@ -472,7 +472,7 @@ class VirtualStage:
 
     @property
     def follower(self) -> VirtualStage | None:
-        """This stage, unless it is the first one."""
+        """The stage itself, unless it is the first one."""
         return None if self._leads else self
 
     def adopt(self, state: object) -> None:

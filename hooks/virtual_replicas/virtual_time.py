@@ -11,12 +11,11 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from ..replicas.channel import Wakeup
 
 _Found = TypeVar("_Found")
-_TURNS: Final = 10**5
 
 
 class Ended(BaseException):
@@ -181,7 +180,7 @@ class VirtualWakeup(Wakeup):
         assert task is not None
         self._turns = self._turns + 1 if self._turned == self.clock() else 0
         self._turned = self.clock()
-        assert self._turns < _TURNS, "a main loop turns without end, and no time passes"
+        assert self._turns < 10**5, "a main loop turns without end, and no time passes"
         while (found := look()) is None:
             if end is not None and self.clock() >= end:
                 return None

@@ -10,7 +10,7 @@ from ballonet.allocator.errors import ManageError
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.fleet_run import PeerRun
 from ballonet.hooks.virtual_replicas.group_queue import GroupQueue, Job
-from ballonet.hooks.virtual_replicas.memory_policies import Recompute, Swap
+from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy, Swap
 from ballonet.hooks.virtual_replicas.run import POLICIES, run
 from ballonet.hooks.virtual_replicas.virtual_link import Wire
 from ballonet.hooks.virtual_replicas.virtual_time import VirtualTime, VirtualWakeup
@@ -215,7 +215,7 @@ def running(queue: GroupQueue) -> list[Job]:
 
 
 def test_preempted_requests_begin_before_others_and_in_order() -> None:
-    queue = GroupQueue(lambda: 1600, 16, 256, Recompute())
+    queue = GroupQueue(lambda: 1600, 16, 256, RecomputePolicy())
     jobs, new = running(queue), Job("6", 6, 100, 50)
     queue.waiting.append(new)
     for job in (jobs[5], jobs[4]):

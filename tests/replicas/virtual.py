@@ -10,7 +10,7 @@ from typing import TypeVar
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import PlayedFault
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
-from ballonet.hooks.virtual_replicas.fleet_run import Client, FleetRun
+from ballonet.hooks.virtual_replicas.fleet_run import FleetRun, RecordedClient
 from ballonet.offload.policy.replicas.actions import Action, Dispatch
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
@@ -84,7 +84,7 @@ class Outcome:
         return next(decision.actions for decision in self.decisions if decision.event == event)
 
     @property
-    def clients(self) -> list[Client]:
+    def clients(self) -> list[RecordedClient]:
         """All clients, by their numbers."""
         return self.run.clients.all
 
