@@ -3,7 +3,7 @@
 Note [An iteration]
     Requests of which one token lacks KV decode, as far as there is room for it; then prompts are computed, in order,
     with what is left of the tokens of a batch. A request is in one microbatch at a time. Each answer has as many tokens
-    as were recorded, which dispatcher and controller know in advance. QueueMemory is counted in tokens of KV, in blocks.
+    as were recorded, which dispatcher and controller know in advance. Memory is counted in tokens of KV, in blocks.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Note [Peers]
     Simple models of other systems, whose replicas serve each for itself. All get requests from the dispatcher that the
-    controller has, and begin them in order. `QueuePolicy` begins a request when all the KV fits that it will ever have. The
-    others begin it when its prompt fits; when a token finds no room, the request that came last is preempted (vLLM):
-    `RecomputePolicy` frees its KV and computes it anew; `Swap` copies the KV to the host, and back before any new request
-    begins; `Migration` (Llumnix) moves requests from a replica whose queue is stuck to the one with most room: waiting
-    requests at once, running ones while they go on decoding; where all replicas are full it recomputes.
+    controller has, and begin them in order. `QueuePolicy` begins a request when all the KV fits that it will ever have.
+    The others begin it when its prompt fits; when a token finds no room, the request that came last is preempted
+    (vLLM): `RecomputePolicy` frees its KV and computes it anew; `Swap` copies the KV to the host, and back before any
+    new request begins; `Migration` (Llumnix) moves requests from a replica whose queue is stuck to the one with most
+    room: waiting requests at once, running ones while they go on decoding; where all replicas are full it recomputes.
 """
 
 from __future__ import annotations
