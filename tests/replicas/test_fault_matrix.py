@@ -149,7 +149,7 @@ def test_requests_wait_for_a_replica_that_is_to_join() -> None:
 @pytest.mark.parametrize("seconds", [None, 4.0])
 @pytest.mark.parametrize("name", PHASES)
 def test_hung_replica_is_fenced_and_killed(name: str, seconds: float | None) -> None:
-    """Also one that would go on later: its process is ended meanwhile."""
+    """A process that would go on later is ended meanwhile."""
     played = outcome([Hung(phase(name), 1, seconds)])
     assert played.errors == {}
     ((fenced, fence),) = played.actions(Fence)
@@ -234,7 +234,7 @@ def test_replica_whose_file_has_changed_never_drops() -> None:
 
 
 def test_survivor_whose_file_has_changed_is_ended() -> None:
-    """It has no links to others than those of its group."""
+    """A survivor has no links to others than those of its group."""
     time = at(events.Exchanged, 3) + 1
     played = outcome([FileChanged(time, 0), Killed(time + 1, 1)])
     assert [event.reason for event in played.events(events.PullFailed)] == [events.Reason.FILE_CHANGED]
