@@ -77,9 +77,10 @@ class Processes(Protocol):
 
 class Wakeup:
     """A condition that links and channels notify when something may have changed, so a main loop can wait for any of
-    them, and for a deadline. Thread-safe."""
+    them, and for a deadline. Thread-safe. `clock`: returns seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._notified = 0
         self._condition = threading.Condition()
 
@@ -93,14 +94,14 @@ class Wakeup:
         """Calls `look` at once and after each `notify` until it returns something, and returns that; None after
         `timeout` seconds (None: no limit). Raises what `look` raises. No lock is held while `look` runs, and a `notify`
         meanwhile is not missed."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else self.clock() + timeout
         while True:
             with self._condition:
                 notified = self._notified
             found = look()
             if found is not None:
                 return found
-            left = None if end is None else end - time.monotonic()
+            left = None if end is None else end - self.clock()
             if left is not None and left <= 0:
                 return None
             with self._condition:
@@ -125,8 +126,8 @@ class ToSupervisor(ABC):
         """Joins, also anew, and returns the supervisor's answer; drops messages to an earlier member. `requests`: see
         messages.Join. OtherModel; SupervisorLost; NoAnswer."""
         self.post(Join(fingerprint, tuple(requests)))
-        until = time.monotonic() + self._timeout
-        while (left := until - time.monotonic()) > 0:
+        until = self.wakeup.clock() + self._timeout
+        while (left := until - self.wakeup.clock()) > 0:
             message = self.wakeup.wait(self.take, left)
             if isinstance(message, SupervisorRestarted):  # before it had this, or before it has answered
                 self.post(Join(fingerprint, tuple(requests)))

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.events import Event
@@ -155,7 +157,7 @@ class ClientRequests:
         for name in names:
             if name in self._ledger:
                 entry = self._ledger.assign(name)
-                request = replace(entry.request, waited=self._clock() - entry.came)
+                request = structs.replace(entry.request, waited=self._clock() - entry.came)
                 found.append(Start(epoch, request, entry.assignment))
         return found
 

@@ -21,7 +21,7 @@ from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group
 from .channel import SupervisorChannel
-from .errors import Interrupted, LinkError
+from .errors import ChecksumError, Interrupted, LinkError
 from .kv_exchange import Handed, HandedOver, Handover
 from .layer_moves import LayerMoves, ReplicaSetup, reason_of
 from .leader import Leader
@@ -214,7 +214,8 @@ class EpochState:
         moves.drop_outside_span(group)
         beat, ends = setup.tuning.beat, partial(setup.supervisor.has_kind, ENDS_GROUP)
         watched = {peer: WatchedLink(link, beat, self._beat, ends) for peer, link in links.items()}
-        self.stage = Stage(setup.replica, group, setup.me, epoch, watched, self._requests.add_report, setup.split)
+        notify = self._requests.add_report
+        self.stage = setup.make_stage(setup.replica, group, setup.me, epoch, watched, notify, setup.split)
         moves.restore_own_layers(group, epoch)
         self._requests.start_early(epoch, self.leader)
         setup.supervisor.post(events.Committed(0.0, epoch, setup.me))
@@ -240,17 +241,29 @@ class EpochState:
             self.handover.take_in(each)
 
     def exchange_kv(self) -> bool:
-        """Takes a step of the handover. Returns whether it did anything. LinkError."""
-        handover = self.handover
+        """Takes steps of the handover, for `tuning.exchanging` seconds. Returns whether it did anything. LinkError."""
+        handover, clock = self.handover, self._setup.clock
         assert handover is not None
         for told in receive_handovers(self.links):
             handover.take_in(told)
+        until = clock() + self._setup.tuning.exchanging
         happened = handover.step()
+        while happened and not handover.complete and clock() < until and handover.step():
+            self._beat()
         if handover.complete:
             self.sent += handover.sent
             self.handover = self._old = None
             self._setup.supervisor.post(events.Exchanged(0.0, self.epoch, self._setup.me))
         return happened
+
+    def drop_late_kv(self) -> None:
+        """Drops KV that comes after the exchange is complete: of requests that are computed anew, as another piece was
+        damaged. It would end each idle wait, and keep its memory."""
+        for link in self.links.values():
+            for tag in ("kv header", "kv", "arrival"):
+                while link.error is None and link.has(tag):
+                    with suppress(ChecksumError, LinkError):
+                        link.take(tag)
 
     def _damaged(self, member: int, request: str) -> None:
         """Reports to the supervisor that a member received damaged KV of a request."""

@@ -568,6 +568,12 @@ class HeldLayers:
             if found is not None:
                 yield found
 
+    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
+        """Returns the parameters and buffers of a layer, by name. ManageError."""
+        module = self._module(layer)
+        named = (*module.named_parameters(), *module.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
+
     def keep_room(self) -> None:
         """Reserves the pages that dropped layers need, as far as there are free ones, until `restore`: else KV would
         take them, and the layers would stream as long as there are requests."""

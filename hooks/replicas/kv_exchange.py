@@ -26,14 +26,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from ...offload.policy.replicas.groups import Group
-from ..forward.lease import GroupLease
 from .errors import ChecksumError
 from .link import Link
 from .microbatch_plan import Request, record_of, tensor_of
@@ -75,24 +73,9 @@ def moves(old: Mapping[str, range], new: Mapping[str, range]) -> list[tuple[str,
 def pieces(cache: SpanCache, request: str, held: int, layers: range, most: int) -> Iterator[Piece]:
     """Yields the pieces of a request in these layers of a cache, of at most `most` blocks each."""
     for layer in layers:
-        blocks = len(_table(cache, request, layer))
+        blocks = cache.count_blocks(request, layer)
         for first in range(0, blocks, most):
             yield Piece(request, held, layer, first, min(most, blocks - first))
-
-
-def exported(cache: SpanCache, piece: Piece) -> torch.Tensor:
-    """Returns a copy of the KV of a piece, [blocks, 2, tokens, heads, width]."""
-    rows, index = _rows(cache, piece)
-    with GroupLease(cache.group), torch.no_grad():
-        cache.pages.client.uses()
-        return rows[index]
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Returns the sum of the piece's 4-byte words, each weighted by its index, modulo 2**64. Computed on its device."""
-    words = tensor.contiguous().view(torch.int32).flatten()
-    weights = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761 % 2**31
-    return int((words * weights).sum())
 
 
 class Arrival(Enum):
@@ -117,16 +100,13 @@ class Arrivals:
         name = piece.request
         if name in self.lost:
             return False
-        if checksum(tensor) != piece.check:
+        if self._cache.checksum(tensor) != piece.check:
             self.lose(name, Arrival.DAMAGED)
             return False
         if not self._allocate(name, piece.held):
             self.lose(name, Arrival.ABSENT)
             return False
-        rows, index = _rows(self._cache, piece)
-        with GroupLease(self._cache.group), torch.no_grad():
-            self._cache.pages.client.uses()
-            rows[index] = tensor.to(rows.device)
+        self._cache.write_blocks(name, piece.layer, piece.first, piece.count, tensor)
         missing = self._missing[name]
         missing[piece.layer] -= set(range(piece.first, piece.first + piece.count))
         if any(missing.values()):
@@ -145,23 +125,8 @@ class Arrivals:
             if not self._cache.store(RequestState(name, []), held):
                 return False
             cache = self._cache
-            self._missing[name] = {layer: set(range(len(_table(cache, name, layer)))) for layer in cache.layers}
+            self._missing[name] = {layer: set(range(cache.count_blocks(name, layer))) for layer in cache.layers}
         return True
-
-
-def _table(cache: SpanCache, request: str, layer: int) -> list[int]:
-    found: list[int] = cache.layer_to_allocator[layer - cache.layers.start].block_table[request]
-    return found
-
-
-def _rows(cache: SpanCache, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns all blocks of the layer, [blocks, 2, tokens, heads, width], and the indices of the piece's blocks."""
-    layer = piece.layer - cache.layers.start
-    kind: Any = cache.layer_to_allocator[layer]
-    shape = (-1, len(kind.layer_indices), 2, kind.tokens_per_page, kind.num_key_value_heads, kind.head_dim)
-    blocks = _table(cache, piece.request, piece.layer)[piece.first : piece.first + piece.count]
-    index = torch.tensor(blocks, device=kind.cache_tensor.device)
-    return kind.cache_tensor.view(shape)[:, kind.layer_indices.index(layer)], index
 
 
 def _common(one: range, other: range) -> range:
@@ -295,8 +260,8 @@ class Handover:
             if source != str(self._me):
                 continue
             for piece in pieces(self._old, name, handed.held, layers, self._most):
-                tensor = exported(self._old, piece)
-                piece = replace(piece, check=checksum(tensor))
+                tensor = self._old.read_blocks(name, piece.layer, piece.first, piece.count)
+                piece = replace(piece, check=self._old.checksum(tensor))
                 if target == source:
                     self._take(piece, tensor)
                 else:

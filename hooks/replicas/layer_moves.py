@@ -24,22 +24,22 @@ from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.restore_plan import Pull
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..weights.model_parts import decoder_layers
 from .channel import SupervisorChannel
-from .errors import Interrupted, LinkError
+from .errors import Interrupted, LinkError, NoAnswer
 from .held_layers import HeldLayers, Source
 from .link import Link
 from .messages import ENDS_PULL
 from .microbatch_plan import SplitPolicy, record_of, split_by_tokens, tensor_of
 from .recording import Notes
 from .replica_model import ReplicaModel
-from .stage import WatchedLink
+from .stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetup:
     """The parts of a replica, the same in all epochs. `me`: its number; `layers`: of the model; `connect(epoch, peer)`:
-    starts to form a link; `clock`: in seconds; `split`: makes microbatches; `notes`: bars of a timeline."""
+    starts to form a link; `clock`: in seconds; `split`: makes microbatches; `notes`: bars of a timeline; `make_stage`:
+    makes a stage of a group."""
 
     me: int
     replica: ReplicaModel
@@ -51,6 +51,7 @@ class ReplicaSetup:
     split: SplitPolicy = split_by_tokens
     tuning: Replicas = DEFAULT.replicas
     notes: Notes = field(default_factory=lambda: Notes(time.monotonic))
+    make_stage: Callable[..., Stage] = Stage
 
 
 class LayerMoves:
@@ -171,13 +172,20 @@ class LayerMoves:
 
     def _wait(self, link: Link, tag: str) -> torch.Tensor:
         ends = partial(self._setup.supervisor.has_kind, ENDS_PULL)
-        return WatchedLink(link, self._setup.tuning.beat, self._on_idle, ends).recv(tag)
-
-    def _on_idle(self) -> None:
-        self._beat()
-        self.serve()
+        while True:
+            self.serve()
+            try:
+                return link.recv(tag, self._setup.tuning.beat, lambda: ends() or self._is_asked())
+            except NoAnswer:
+                self._beat()
+            except Interrupted:
+                if ends():
+                    raise
 
     # -- to others
+
+    def _is_asked(self) -> bool:
+        return any(link.error is None and link.has("pull") for link in self._links())
 
     def serve(self) -> None:
         """Sends the layers that others have asked for."""
@@ -186,9 +194,7 @@ class LayerMoves:
                 self._send(link, record_of(found, int))
 
     def _send(self, link: Link, layer: int) -> None:
-        module = decoder_layers(self._setup.replica.model)[layer]
-        named = (*module.named_parameters(), *module.named_buffers())
-        tensors = {name: tensor.detach() for name, tensor in named}
+        tensors = self._setup.holds.tensors(layer)
         link.send(tensor_of([*tensors]), "layer", urgent=True)
         for tensor in tensors.values():
             link.send(tensor, "weights", check=True)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
@@ -182,7 +183,7 @@ class GroupRequests:
             scheduler.waiting_requests_order.remove(request)
         slo, found = scheduler.slos.asked(request), self.by_name.pop(request)
         scheduler.slos.note(request, NOTHING)
-        return found if slo == NOTHING else replace(found, waited=scheduler.clock() - slo.arrived)
+        return found if slo == NOTHING else structs.replace(found, waited=scheduler.clock() - slo.arrived)
 
     def held(self, request: str) -> int:
         """Returns the number of a request's tokens that have KV. To be called while nothing is in flight."""

@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
-import msgspec
+import msgspec.structs
 import torch
 from msgspec import Struct
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
@@ -213,8 +213,7 @@ class FollowerRoom:
             self._planned.popleft()
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """A request. `prompt`: token ids; `new`: tokens of the answer at most; `ends`: ids that end it; `delivered`: tokens
     of the answer so far. `ttft`, `tpot`: SLOs in seconds, for the first token and for a decoding step; None: no SLO.
     `waited`: seconds since it arrived, at the time of sending."""
@@ -222,7 +221,7 @@ class Request:
     name: str
     prompt: tuple[int, ...]
     new: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     ends: tuple[int, ...] = ()
     delivered: tuple[int, ...] = ()
     ttft: float | None = None
@@ -248,7 +247,7 @@ class Request:
 
     def with_token(self, token: int) -> Self:
         """Returns the request with one more token of its answer."""
-        return replace(self, delivered=(*self.delivered, token))
+        return msgspec.structs.replace(self, delivered=(*self.delivered, token))
 
 
 def state_of(request: Request, held: int = 0) -> RequestState:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
+from msgspec import structs
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -509,7 +510,7 @@ class SupervisorActor:
                 if not known:
                     self._routes[request.name] = _Route(request, None, time.monotonic(), len(request.delivered))
             if not known:
-                self._supervisor.submit(replace(request, waited=0.0))
+                self._supervisor.submit(structs.replace(request, waited=0.0))
 
     def _ask(self, front: str, request: Request) -> None:
         """Takes a request of a front end, or gives it the answer to one whose front end is gone."""

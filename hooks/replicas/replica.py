@@ -20,7 +20,6 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from ...offload.policy.replicas import actions, events
-from ...offload.policy.replicas.demand import KVSize, prompt_pages
 from ...offload.policy.replicas.groups import alone
 from .channel import Wakeup
 from .epochs import EpochChange, EpochState, LedRequests
@@ -57,7 +56,7 @@ class LoadReport:
         now = self._setup.clock()
         if epoch < 0 or not self._is_due(now):
             return
-        used, free, pending = (0, 0, 0) if stage is None else pages_of(stage, self._setup.layers)
+        used, free, pending = (0, 0, 0) if stage is None else stage.count_pages(self._setup.layers)
         pending += self._wishes(now)
         self._tell(events.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress), now)
 
@@ -82,19 +81,6 @@ class LoadReport:
         with self._lock:
             self._wished = [(until, pages) for until, pages in self._wished if until > now]
             return sum(pages for _, pages in self._wished)
-
-
-def pages_of(stage: Stage, layers: int) -> tuple[int, int, int]:
-    """Returns pages: (of KV on the device, free, pending). Pending are those for prompts that wait, and for KV that had
-    to move to the host. Idle memory of the heap between two steps belongs to activations, and does not count as free.
-    `layers`: of the model; pending prompts count with all of them."""
-    cache = stage.cache
-    page = cache.on.page_size
-    cache.pool.try_to_free_sectors()  # of ended requests: otherwise freed only when the next request needs some
-    waiting = () if stage.leader is None else stage.leader.requests.waiting
-    size = KVSize(round(cache.token_bytes * layers / len(cache.layers)), page)
-    away = cache.pages.client.displaced
-    return cache.pages.nbytes // page - away, cache.on.available, prompt_pages(waiting, size) + away
 
 
 class CountReport:
@@ -193,6 +179,8 @@ class Replica:
             happened = state.exchange_kv() or happened
             if handover.complete:
                 self._counts.send(at_once=True)
+        else:
+            state.drop_late_kv()
         if state.leader is not None:
             self._requests.start_early(state.epoch, state.leader)
         happened = self._pull() or happened

@@ -48,6 +48,7 @@ from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
+from ..forward.lease import GroupLease
 from ..splice.forms import Hidden, Logits
 from ..splice.splice import Splice, SpliceStage
 from .microbatch_plan import Chunk
@@ -108,7 +109,7 @@ class StageTimes:
                 return
             self._running.popleft()
             sizes = tuple((each.before, len(each.ids)) for each in chunks)
-            self._take(Ran(began, ended, sizes, layers))
+            self.add(Ran(began, ended, sizes, layers))
 
     @property
     def all_timed(self) -> bool:
@@ -130,7 +131,8 @@ class StageTimes:
         """Mean relative error of the predicted seconds of the latest microbatches; None before the first."""
         return statistics.fmean(self._errors) if self._errors else None
 
-    def _take(self, ran: Ran) -> None:
+    def add(self, ran: Ran) -> None:
+        """Counts a microbatch that has run."""
         seconds = ran.end - ran.begin
         if ran.layers < self._layers:
             self.busy += seconds
@@ -286,6 +288,44 @@ class SpanCache(ElasticPagedCache):
     def token_bytes(self) -> float:
         """Bytes of KV per token, in the layers of the span."""
         return self.bytes_per_sector / self.tokens_per_sector
+
+    def count_blocks(self, request: str, layer: int) -> int:
+        """Returns the number of blocks of a request's KV in a layer of the model. KeyError."""
+        return len(self._blocks(request, layer))
+
+    def read_blocks(self, request: str, layer: int, first: int, count: int) -> torch.Tensor:
+        """Returns a copy of the blocks [first, first + count) of a request's KV in a layer of the model,
+        [count, 2, tokens, heads, width]."""
+        rows, index = self._rows(request, layer, first, count)
+        with GroupLease(self.group), torch.no_grad():
+            self.pages.client.uses()
+            return rows[index]
+
+    def write_blocks(self, request: str, layer: int, first: int, count: int, tensor: torch.Tensor) -> None:
+        """Copies what `read_blocks` of another cache has returned to these blocks."""
+        rows, index = self._rows(request, layer, first, count)
+        with GroupLease(self.group), torch.no_grad():
+            self.pages.client.uses()
+            rows[index] = tensor.to(rows.device)
+
+    @staticmethod
+    def checksum(tensor: torch.Tensor) -> int:
+        """Returns the sum of the 4-byte words of blocks, each weighted by its index, modulo 2**64. Computed on their
+        device."""
+        words = tensor.contiguous().view(torch.int32).flatten()
+        weights = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761 % 2**31
+        return int((words * weights).sum())
+
+    def _blocks(self, request: str, layer: int) -> list[int]:
+        found: list[int] = self.layer_to_allocator[layer - self.layers.start].block_table[request]
+        return found
+
+    def _rows(self, request: str, layer: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns all blocks of a layer, [blocks, 2, tokens, heads, width], and the indices of these of a request."""
+        kind: Any = self.layer_to_allocator[layer - self.layers.start]
+        shape = (-1, len(kind.layer_indices), 2, kind.tokens_per_page, kind.num_key_value_heads, kind.head_dim)
+        index = torch.tensor(self._blocks(request, layer)[first : first + count], device=kind.cache_tensor.device)
+        return kind.cache_tensor.view(shape)[:, kind.layer_indices.index(layer - self.layers.start)], index
 
     def blocks_for(self, start: int, end: int) -> int:
         """Returns the blocks that a request needs for its tokens [start, end), beyond those for earlier tokens."""

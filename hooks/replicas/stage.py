@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ...offload.policy.replicas.demand import KVSize, prompt_pages
 from ...offload.policy.replicas.groups import Group
 from .errors import NoAnswer
 from .follower import Follower
@@ -92,6 +93,18 @@ class Stage:
     def drained(self) -> bool:
         """Whether this leader has nothing planned, nor in flight."""
         return self.leader is None or not (self.leader.in_flight or self.leader.queued)
+
+    def count_pages(self, layers: int) -> tuple[int, int, int]:
+        """Returns pages: (of KV on the device, free, pending). Pending are those for prompts that wait, and for KV
+        that had to move to the host. Idle memory of the heap between two steps belongs to activations, and does not
+        count as free. `layers`: of the model; pending prompts count with all of them."""
+        cache = self.cache
+        page = cache.on.page_size
+        cache.pool.try_to_free_sectors()  # of ended requests: otherwise freed only when the next request needs some
+        waiting = () if self.leader is None else self.leader.requests.waiting
+        size = KVSize(round(cache.token_bytes * layers / len(cache.layers)), page)
+        away = cache.pages.client.displaced
+        return cache.pages.nbytes // page - away, cache.on.available, prompt_pages(waiting, size) + away
 
     def has_work(self) -> bool:
         """Returns whether `step` can do something now."""

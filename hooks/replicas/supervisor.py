@@ -327,12 +327,16 @@ class Supervisor:
         self._ending = False
         self._ended = False  # all clients were notified
         self._failed: str | None = None
-        self._thread = threading.Thread(target=self._run, name="ballonet supervisor", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="ballonet supervisor", daemon=True)
 
     def start(self) -> None:
-        """Starts the replicas and the thread. OSError where a process cannot be started."""
-        self._ranks.start()
+        """Starts the replicas, and a thread that runs. OSError where a process cannot be started."""
+        self.start_replicas()
         self._thread.start()
+
+    def start_replicas(self) -> None:
+        """Starts the replicas. OSError where a process cannot be started."""
+        self._ranks.start()
 
     def close(self) -> None:
         """Ends all requests and replicas, and the thread."""
@@ -396,7 +400,8 @@ class Supervisor:
 
     # -- its thread
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Runs until `end_requests`."""
         try:
             while not self._ending:
                 self._turn()
@@ -502,6 +507,13 @@ class Supervisor:
             self._replicas.post(member, End())
 
 
+def controller_of(hello: Hello, tuning: Replicas, note: Note) -> Controller:
+    """Returns the controller of replicas like the one that has sent this, and notes what it is made with."""
+    setup = Setup(hello.layers, KVSize(hello.token, hello.page), hello.cost, tuning, hello.page / tuning.link)
+    note(setup)
+    return setup.controller()
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The replicas of a server. `replicas`: number of them; `devices`: GPUs of this machine, which processes share;
@@ -569,10 +581,7 @@ class FleetSupervisor:
 
     def _controller(self, hello: Hello) -> Controller:
         self.cost = hello.cost
-        kv = KVSize(hello.token, hello.page)
-        setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
-        self._note(setup)
-        return setup.controller()
+        return controller_of(hello, self._tuning, self._note)
 
     def _note(self, entry: Entry) -> None:
         if self._log is not None:

@@ -17,108 +17,87 @@ and the fields of the kind. Kinds, each a class below:
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Union
+
+import msgspec
+from msgspec import Meta, Struct
 
 from ...allocator.errors import ManageError, TraceError
-from ...offload.policy.replicas.events import Reason
+
+Seconds = Annotated[float, Meta(ge=0)]
+Number = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class PlayedFault:
+class PlayedFault(Struct, frozen=True, tag_field="fault", forbid_unknown_fields=True):
     """Base of all faults. `at`: seconds after the first request."""
 
-    at: float
+    at: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Killed(PlayedFault):
+class Killed(PlayedFault, frozen=True, tag="killed"):
     """The process of a replica is killed."""
 
-    member: int
+    member: Number
 
 
-@dataclass(frozen=True, slots=True)
-class Hung(PlayedFault):
-    """A replica is paused for so many `seconds`, unreachable, so it cannot be killed; None: for good, and its process
-    is killed when that is noticed."""
+class Hung(PlayedFault, frozen=True, tag="hung"):
+    """A replica is paused for so many `seconds`; None: for good. Its process is killed once that is noticed."""
 
-    member: int
-    seconds: float | None = None
+    member: Number
+    seconds: Seconds | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost(PlayedFault):
+class LinkLost(PlayedFault, frozen=True, tag="link"):
     """The links between two live replicas are lost, if they have any."""
 
-    member: int
-    other: int
+    member: Number
+    other: Number
 
 
-@dataclass(frozen=True, slots=True)
-class FaultRefused(PlayedFault):
+class FaultRefused(PlayedFault, frozen=True, tag="refused"):
     """A replica cannot prepare its next epoch. `why`: no pages, or no host memory."""
 
-    member: int
-    why: Reason = Reason.PAGES
+    member: Number
+    why: Literal["PAGES", "HOST_MEMORY"] = "PAGES"
 
 
-@dataclass(frozen=True, slots=True)
-class FileChanged(PlayedFault):
+class FileChanged(PlayedFault, frozen=True, tag="file"):
     """The file of a replica's weights has changed: no layer can be read from it any more."""
 
-    member: int
+    member: Number
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedKV(PlayedFault):
+class DamagedKV(PlayedFault, frozen=True, tag="damaged"):
     """KV of a request arrives at a replica with a wrong checksum, in the replica's next exchange."""
 
-    member: int
+    member: Number
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLeft(PlayedFault):
+class ClientLeft(PlayedFault, frozen=True, tag="left"):
     """The client of a `request`, by its index in the trace, goes away. Nothing where the request is not open."""
 
-    request: int
+    request: Number
 
 
-@dataclass(frozen=True, slots=True)
-class NewReplica(PlayedFault):
+class NewReplica(PlayedFault, frozen=True, tag="joined"):
     """A replica joins, with a number that was never used."""
 
-    member: int
+    member: Number
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorFails(PlayedFault):
+class SupervisorFails(PlayedFault, frozen=True, tag="supervisor"):
     """The supervisor ends, and with it all replicas and requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown(PlayedFault):
+class Shutdown(PlayedFault, frozen=True, tag="shutdown"):
     """The server is shut down: all requests fail, and everything ends."""
 
 
-KINDS: Final[Mapping[str, type[PlayedFault]]] = {
-    "killed": Killed,
-    "hung": Hung,
-    "link": LinkLost,
-    "refused": FaultRefused,
-    "file": FileChanged,
-    "damaged": DamagedKV,
-    "left": ClientLeft,
-    "joined": NewReplica,
-    "supervisor": SupervisorFails,
-    "shutdown": Shutdown,
-}
-_REASONS: Final = {reason.name: reason for reason in (Reason.PAGES, Reason.HOST_MEMORY)}
+_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in PlayedFault.__subclasses__()}
+_ANY: Final[Any] = Union[tuple(_KINDS.values())]  # noqa: UP007 (made of a list)
+_decoder: Final = msgspec.json.Decoder(_ANY)
 
 
 def read_faults(path: Path) -> list[PlayedFault]:
@@ -128,9 +107,9 @@ def read_faults(path: Path) -> list[PlayedFault]:
         if not text.strip():
             continue
         try:
-            faults.append(_made(json.loads(text)))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise TraceError(str(path), number, f"no fault: {error}") from None
+            faults.append(_decoder.decode(text))
+        except msgspec.MsgspecError as error:
+            raise TraceError(str(path), number, f"no fault: {error}. Kinds: {', '.join(_KINDS)}") from None
     return faults
 
 
@@ -151,28 +130,3 @@ def check_faults(faults: Iterable[PlayedFault], replicas: int, requests: int) ->
             raise ManageError(f"{fault}: a link is between two replicas")
         if isinstance(fault, ClientLeft) and fault.request >= requests:
             raise ManageError(f"{fault}: there are {requests} requests, from 0 on")
-
-
-def _made(given: dict[str, Any]) -> PlayedFault:
-    """Returns the fault of a JSON object. ValueError, TypeError, AttributeError."""
-    kind = KINDS.get(given.pop("fault", None))
-    if kind is None:
-        raise ValueError(f"its kind, fault, is one of {', '.join(KINDS)}")
-    fields = {field.name for field in dataclasses.fields(kind)}
-    if unknown := sorted({*given} - fields):
-        raise ValueError(f"{', '.join(unknown)}: it has {', '.join(sorted(fields))}")
-    values = {name: _value(name, value) for name, value in given.items()}
-    return kind(**values)
-
-
-def _value(name: str, value: Any) -> Any:
-    if name == "why":
-        if value not in _REASONS:
-            raise ValueError(f"why is one of {', '.join(_REASONS)}")
-        return _REASONS[value]
-    whole = name not in ("at", "seconds")
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ValueError(f"{name} is {value!r}, and no {'whole ' if whole else ''}number")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}: it is 0 or more")
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 from ...allocator.errors import ManageError
 from ...allocator.units import format_size
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.link_order import part_bytes
+from ...offload.policy.tuning import DEFAULT
 from ..plan.machine import MachineSizes
 
 
@@ -76,5 +76,5 @@ class VirtualFleet:
         return (self.pages - sum(self.layer_pages)) * self.page // self.shape.kv
 
     def part(self, cost: ChunkCost) -> int:
-        """Returns the bytes of a part of KV or layers, see link_order.py, for a full batch on one of two stages."""
-        return part_bytes(cost.seconds(0, self.batch) / 2, self.network, self.page)
+        """Returns the bytes of a piece of KV: sending it takes a part of a stage's time for a full batch."""
+        return max(self.page, int(cost.seconds(0, self.batch) / 2 * DEFAULT.replicas.exchange_part * self.network))

@@ -1,96 +1,55 @@
-"""Policies for full KV memory that drop no layers: wait, recompute, swap to the host, migrate.
+"""What is done when KV memory is full, by systems that drop no layers: wait, recompute, swap to the host, migrate.
 
 Note [Peers]
-    All policies get requests from the same dispatcher, and begin them in order. `QueuePolicy` begins a request when all
-    the KV fits that it will ever have. The others begin it when its prompt fits; when a token finds no room, the
-    request that came last is preempted (vLLM): `RecomputePolicy` frees its KV and computes it anew; `SwapPolicy` copies
-    the KV to the host, and back before any new request begins; `MigratePolicy` (Llumnix) moves requests from a replica
-    whose queue is stuck to the one with most room: waiting requests at once, running ones while they go on decoding;
-    where all replicas are full it recomputes.
+    Simple models of other systems, whose replicas serve each for itself. All get requests from the dispatcher that the
+    controller has, and begin them in order. `QueuePolicy` begins a request when all the KV fits that it will ever have.
+    The others begin it when its prompt fits; when a token finds no room, the request that came last is preempted
+    (vLLM): `RecomputePolicy` frees its KV and computes it anew; `Swap` copies the KV to the host, and back before any
+    new request begins; `Migration` (Llumnix) moves requests from a replica whose queue is stuck to the one with most
+    room: waiting requests at once, running ones while they go on decoding; where all replicas are full it recomputes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.dispatch import Dispatcher
-from ...offload.policy.replicas.link_order import shares
 from ...offload.policy.tuning import DEFAULT
-from .jobs import Job
-from .pipeline import Pipeline
+from .fleet import VirtualFleet
+from .group_queue import Chunk, GroupQueue, Job
+from .virtual_link import Wire
+from .virtual_time import VirtualTime
 
-if TYPE_CHECKING:
-    from .fleet_run import FleetRun
+WATERMARK: Final = DEFAULT.replicas.watermark
 
 
 class RecomputePolicy:
-    """Preempts the newest request and computes it anew. Base of the other policies. See Note [Peers]."""
+    """Preempts the newest request and computes it anew. Base of the others. See Note [Peers]."""
 
-    def __init__(self, run: FleetRun) -> None:
-        self.run = run
-        self._dispatcher = Dispatcher()
-        self._open()
-
-    def _open(self) -> None:
-        """Begins a group of one for each replica."""
-        for member in range(self.run.fleet.replicas):
-            pipe = self.run.open((member,), (1,), self.run.fleet.tokens, self)
-            self._dispatcher.add(pipe.members, pipe.capacity)
-
-    def arrive(self, job: Job) -> None:
-        """Assigns a request that arrives to a replica, or refuses it where none can ever hold it."""
-        members = self._dispatcher.choose(job.most)
-        if members is None:
-            self.run.finish(job, "no replica can ever hold its KV")
-            return
-        self._dispatcher.promise(members, job.most)
-        self.run.pipes[members].add(job)
-
-    def admit(self, pipe: Pipeline) -> None:
+    def admit(self, queue: GroupQueue) -> None:
         """Begins requests in order, as long as there is room."""
-        spare = int(DEFAULT.replicas.watermark * pipe.capacity)
-        while pipe.waiting:
-            wanted = self.wanted(pipe.waiting[0])
-            if (pipe.used and wanted + spare > pipe.free) or not pipe.grow(pipe.waiting[0], wanted):
+        spare = int(WATERMARK * queue.capacity)
+        while queue.waiting:
+            wanted = self.wanted(queue.waiting[0])
+            if (queue.used and wanted + spare > queue.free) or not queue.grow(queue.waiting[0], wanted):
                 break
-            pipe.prompts.append(pipe.waiting.popleft())
+            queue.running[queue.waiting.popleft()] = None
 
     def wanted(self, job: Job) -> int:
         """Returns the tokens of room with which a request begins."""
         return job.known
 
-    def make_room(self, pipe: Pipeline, job: Job) -> bool:
+    def make_room(self, queue: GroupQueue, job: Job) -> bool:
         """Preempts the newest requests until there is room for the next token of `job`. Returns False where `job`
         itself was preempted."""
-        while not pipe.grow(job, job.kv + 1):
-            last = max((other for other in pipe.jobs() if not other.in_flight and not other.leaving), key=_number)
-            self.preempt(pipe, last)
+        while not queue.grow(job, job.kv + 1):
+            last = queue.newest()
+            queue.preempt(last)
             if last is job:
                 return False
         return True
-
-    def preempt(self, pipe: Pipeline, job: Job) -> None:
-        """Frees the KV of a request, and queues it before all others."""
-        pipe.remove(job)
-        pipe.release(job)
-        job.drop_kv()
-        pipe.waiting.appendleft(job)
-
-    def ended(self, pipe: Pipeline, job: Job) -> None:
-        """Ends a request that has all its tokens."""
-        self._dispatcher.release(pipe.members, job.most)
-        self.run.finish(job)
-
-    def moved(self, job: Job, pipe: Pipeline, to: Pipeline) -> None:
-        """Moves what is promised to a request to another replica."""
-        self._dispatcher.release(pipe.members, job.most)
-        self._dispatcher.promise(to.members, job.most)
-
-    def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
-        """Raises AssertionError: no request leaves under this policy."""
-        raise AssertionError(f"request {job.number} leaves group {pipe.members}, and goes nowhere")
 
 
 class QueuePolicy(RecomputePolicy):
@@ -101,185 +60,252 @@ class QueuePolicy(RecomputePolicy):
         return job.most
 
 
-@dataclass(slots=True)
-class _Host:
-    """Host memory of a group. `room`: free bytes; `away`: requests swapped out; `copies`: requests being copied."""
+class Swap(RecomputePolicy):
+    """Swaps the newest request of one queue to the host. `away`: requests whose KV is there; `copies`: those whose KV
+    is being copied. See Note [Peers]."""
 
-    room: int
-    away: list[Job] = field(default_factory=list)
-    copies: list[Job] = field(default_factory=list)
+    def __init__(
+        self, copy: Callable[[Job, bool, Callable[[], object]], object], nbytes: int, token: int, block: int
+    ) -> None:
+        """`copy`: called with a request, whether its KV comes back from the host, and what is to be called once that is
+        done; `nbytes`: of host memory; `token`: bytes of a token's KV; `block`: tokens of a block."""
+        self.away: dict[Job, None] = {}
+        self.copies: set[Job] = set()
+        self._copy = copy
+        self._room = nbytes // token
+        self._block = block
 
-
-class SwapPolicy(RecomputePolicy):
-    """Swaps the newest request to the host: each member of a group copies the KV of its layers. See Note [Peers]."""
-
-    def __init__(self, run: FleetRun) -> None:
-        self._hosts: dict[Pipeline, _Host] = {}
-        self._settling: dict[Pipeline, Callable[[], None]] = {}
-        super().__init__(run)
-
-    def admit(self, pipe: Pipeline) -> None:
-        """Swaps requests in, oldest first, as long as all decoding ones keep room for their next tokens (otherwise they
+    def admit(self, queue: GroupQueue) -> None:
+        """Swaps requests in, oldest first, as long as all running ones keep room for their next tokens (otherwise they
         would be swapped out at once); begins new requests where none is swapped out."""
-        host = self.host(pipe)
-        spare = sum(map(len, pipe.places)) * self.run.fleet.block
-        while host.away:
-            job = min(host.away, key=_number)
-            if (pipe.used and job.kv + 1 + spare > pipe.free) or not pipe.grow(job, job.kv + 1):
+        spare = len(queue.running) * self._block
+        while self.away:
+            job = min(self.away, key=lambda other: other.number)
+            if (queue.used and job.known + spare > queue.free) or not queue.grow(job, job.known):
                 return
-            host.away.remove(job)
-            self._copy(pipe, job, lambda job=job: self._swapped_in(pipe, job), back=True)  # type: ignore[misc]
-        if not host.copies:
-            super().admit(pipe)
+            self.take_back(job)
+            self._begin(job, True, lambda job=job: self._came_back(queue, job))  # type: ignore[misc]
+        if not self.copies:
+            super().admit(queue)
 
-    def make_room(self, pipe: Pipeline, job: Job) -> bool:
+    def make_room(self, queue: GroupQueue, job: Job) -> bool:
         """Begins to swap out the newest request, unless one is being copied, and returns False: there is room once the
         copy has ended. Recomputes where the host is full."""
-        host = self.host(pipe)
-        if not host.copies:
-            last = max((other for other in pipe.jobs() if not other.in_flight), key=_number)
-            if self.nbytes(last) > host.room:
-                return super().make_room(pipe, job)
-            pipe.remove(last)
-            last.stalled = True
-            host.room -= self.nbytes(last)
-            self._copy(pipe, last, lambda: self._swapped_out(pipe, last), back=False)
+        if not self.copies:
+            last = queue.newest()
+            if last.kv > self._room:
+                return super().make_room(queue, job)
+            del queue.running[last]
+            self._begin(last, False, lambda: self._went(queue, last))
         return False
 
-    def host(self, pipe: Pipeline) -> _Host:
-        """Returns the host memory of a group."""
-        return self._hosts.setdefault(pipe, _Host(len(pipe.members) * self.run.fleet.host_budget))
+    def put_away(self, job: Job) -> bool:
+        """Takes a request whose KV is on the host. False where that has no room."""
+        if job.kv > self._room:
+            return False
+        self.away[job] = None
+        self._room -= job.kv
+        return True
 
-    def call_when_settled(self, pipe: Pipeline, then: Callable[[], None]) -> None:
-        """Calls `then` once no copy of the group is under way."""
-        self._settling[pipe] = then
-        self._settle(pipe)
+    def take_back(self, job: Job) -> None:
+        """Gives up the host memory of a request. KeyError."""
+        del self.away[job]
+        self._room += job.kv
 
-    def _settle(self, pipe: Pipeline) -> None:
-        if pipe in self._settling and not self.host(pipe).copies:
-            self._settling.pop(pipe)()
-
-    def close(self, pipe: Pipeline) -> _Host:
-        """Removes a group, and returns its host memory."""
-        self._settling.pop(pipe, None)
-        return self._hosts.pop(pipe)
-
-    def nbytes(self, job: Job) -> int:
-        """Returns the bytes of a request's KV."""
-        return job.kv * self.run.fleet.shape.kv
-
-    def _copy(self, pipe: Pipeline, job: Job, then: Callable[[], None], *, back: bool) -> None:
-        """Has each member copy its part of a request's KV to the host, or `back`; then calls `then`."""
-        host, left = self.host(pipe), len(pipe.members)
-        host.copies.append(job)
+    def _begin(self, job: Job, back: bool, then: Callable[[], object]) -> None:
+        job.copying = True
+        self.copies.add(job)
 
         def copied() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                host.copies.remove(job)
+            self.copies.discard(job)
+            job.copying = False
+            then()
+
+        self._copy(job, back, copied)
+
+    def _went(self, queue: GroupQueue, job: Job) -> None:
+        queue.release(job)
+        if not job.is_gone and not self.put_away(job):
+            job.kv = 0
+            queue.waiting.appendleft(job)
+
+    def _came_back(self, queue: GroupQueue, job: Job) -> None:
+        if job.is_gone:
+            queue.release(job)
+        else:
+            queue.running[job] = None
+
+
+class LoneServer:
+    """A replica that serves by itself. `queue`: its requests."""
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        fleet: VirtualFleet,
+        cost: ChunkCost,
+        policy: str,
+        on_token: Callable[[Job], object],
+        moved: Callable[[int], object],
+    ) -> None:
+        """`on_token`: called with each request that has got a token; `moved`: with bytes that are copied to or from
+        the host."""
+        hosts = {back: Wire(time, fleet.link) for back in (False, True)}
+
+        def copy(job: Job, back: bool, then: Callable[[], object]) -> None:
+            moved(job.kv * fleet.shape.kv)
+
+            def copied() -> None:
                 then()
-                self._settle(pipe)
+                self.pump()
 
-        for nbytes, member in zip(shares(self.nbytes(job), pipe.spans, None), pipe.members, strict=True):
-            self.run.host_link(member, back=back).send(nbytes, copied, owner=pipe)
+            hosts[back].send(job.kv * fleet.shape.kv, copied)
 
-    def _swapped_out(self, pipe: Pipeline, job: Job) -> None:
-        pipe.release(job)
-        self.host(pipe).away.append(job)
-        pipe.pump()
+        memory = QueuePolicy() if policy == "queue" else RecomputePolicy()
+        if policy == "swap":
+            memory = Swap(copy, fleet.host_budget, fleet.shape.kv, fleet.block)
+        self.queue = GroupQueue(lambda: fleet.tokens, fleet.block, fleet.batch, memory)
+        self.network = Wire(time, fleet.network)
+        self._time = time
+        self._cost = cost
+        self._on_token = on_token
+        self._is_busy = False
 
-    def _swapped_in(self, pipe: Pipeline, job: Job) -> None:
-        self.host(pipe).room += self.nbytes(job)
-        pipe.resume(job)
-        pipe.pump()
+    def pump(self) -> None:
+        """Begins an iteration, if none is computed and there is anything to compute."""
+        if not self._is_busy and (chunks := self.queue.plan()):
+            self._is_busy = True
+            seconds = self._cost.batch([(job.kv, new) for job, new in chunks])
+            self._time.after(seconds, lambda: self._computed(chunks))
+
+    def _computed(self, chunks: Sequence[Chunk]) -> None:
+        self._is_busy = False
+        for job in self.queue.finish(chunks):
+            self._on_token(job)
+        self.pump()
 
 
-class MigratePolicy(RecomputePolicy):
-    """Moves requests to the replica with most room. See Note [Peers]."""
+class Peers:
+    """Replicas that serve each for itself, with one of the policies. See Note [Peers]."""
 
-    def __init__(self, run: FleetRun) -> None:
-        super().__init__(run)
-        self._moves: dict[Job, tuple[Pipeline, Pipeline, int]] = {}  # from, to, tokens of room there
-        self._sources: set[Pipeline] = set()
-        run.every(DEFAULT.replicas.period, self._look)
+    POLICIES: Final = ("queue", "recompute", "swap", "migrate")
 
-    def preempt(self, pipe: Pipeline, job: Job) -> None:
-        """Cancels the move of a request, frees its KV and queues it before all others."""
-        self._cancel(job)
-        super().preempt(pipe, job)
+    def __init__(
+        self,
+        time: VirtualTime,
+        fleet: VirtualFleet,
+        cost: ChunkCost,
+        policy: str,
+        on_token: Callable[[Job], object],
+        moved: Callable[[int], object],
+    ) -> None:
+        """The arguments are those of LoneServer."""
+        self._dispatcher = Dispatcher()
+        self._on_token = on_token
+        self._servers: list[LoneServer] = []
+        self._server_of: dict[Job, LoneServer] = {}
+        for member in range(fleet.replicas):
+            self._servers.append(LoneServer(time, fleet, cost, policy, self._got, moved))
+            self._dispatcher.add((member,), fleet.tokens)
+        if policy == "migrate":
+            self._migration = Migration(time, fleet, self._servers, self._move, moved)
 
-    def ended(self, pipe: Pipeline, job: Job) -> None:
-        """Cancels the move of a request, if any, and ends it."""
-        self._cancel(job)
-        super().ended(pipe, job)
+    def submit(self, job: Job) -> str | None:
+        """Takes a request that arrives. Returns why it is refused; None: it is taken."""
+        members = self._dispatcher.choose(job.most)
+        if members is None:
+            return "no replica can ever hold its KV"
+        server = self._server_of[job] = self._servers[members[0]]
+        self._dispatcher.promise(members, job.most)
+        server.queue.waiting.append(job)
+        server.pump()
+        return None
 
-    def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
-        """Has a request go on at the target, which has all its KV."""
-        _, to, room = self._moves.pop(job)
-        self._sources.discard(pipe)
-        pipe.remove(job)
-        pipe.release(job)
-        job.held, job.leaving = room, False
-        self.moved(job, pipe, to)
-        to.resume(job)
-        pipe.pump()
-        to.pump()
+    def _got(self, job: Job) -> None:
+        if job.is_over:
+            self._dispatcher.release((self._servers.index(self._server_of.pop(job)),), job.most)
+        self._on_token(job)
+
+    def _move(self, job: Job, to: LoneServer) -> None:
+        """Moves what is promised to a request to another replica."""
+        self._dispatcher.release((self._servers.index(self._server_of[job]),), job.most)
+        self._dispatcher.promise((self._servers.index(to),), job.most)
+        self._server_of[job] = to
+
+
+class Migration:
+    """Once a period moves a request of each stuck replica to one with room. See Note [Peers]."""
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        fleet: VirtualFleet,
+        servers: Sequence[LoneServer],
+        on_move: Callable[[Job, LoneServer], object],
+        moved: Callable[[int], object],
+    ) -> None:
+        """`on_move`: called with each request and where it goes; `moved`: with the bytes that are sent."""
+        self._time = time
+        self._fleet = fleet
+        self._servers = servers
+        self._on_move = on_move
+        self._moved = moved
+        self._sources: set[LoneServer] = set()  # of requests that are on their way
+        self._look()
 
     def _look(self) -> None:
-        """Once a period: moves a request of each stuck replica to one with room."""
-        stuck = [pipe for pipe in self.run.pipes.values() if pipe.waiting and self._is_stuck(pipe)]
-        if not stuck:
-            return
-        others = [pipe for pipe in self.run.pipes.values() if not pipe.waiting]
-        for pipe in stuck:
-            to = max(others, key=lambda other: other.free, default=None)
+        stuck = [server for server in self._servers if server.queue.waiting and self._is_stuck(server.queue)]
+        others = [server for server in self._servers if not server.queue.waiting]
+        for server in stuck:
+            to = max(others, key=lambda other: other.queue.free, default=None)
             if to is None:
-                return
-            spare, first = int(DEFAULT.replicas.watermark * to.capacity), pipe.waiting[0]
-            if first.known + spare <= to.free:
-                pipe.waiting.popleft()
-                self.moved(first, pipe, to)
-                to.add(first)
+                break
+            spare, first = int(WATERMARK * to.queue.capacity), server.queue.waiting[0]
+            if first.known + spare <= to.queue.free:
+                server.queue.waiting.popleft()
+                self._on_move(first, to)
+                to.queue.waiting.append(first)
+                to.pump()
                 others.remove(to)
-            elif pipe not in self._sources:
-                self._leave(pipe, to, spare)
+            elif server not in self._sources:
+                self._send(server, to, spare)
+        self._time.after(DEFAULT.replicas.period, self._look)
 
-    def _is_stuck(self, pipe: Pipeline) -> bool:
-        spare = int(DEFAULT.replicas.watermark * pipe.capacity)
-        return pipe.waiting[0].known + spare > pipe.free
+    def _is_stuck(self, queue: GroupQueue) -> bool:
+        return queue.waiting[0].known + int(WATERMARK * queue.capacity) > queue.free
 
-    def _leave(self, pipe: Pipeline, to: Pipeline, spare: int) -> None:
-        """Begins to move the smallest request that makes room for the first queued one, if it fits at the target."""
-        short = pipe.waiting[0].known - pipe.free
-        block = self.run.fleet.block
-        fits = [fit for place in pipe.places for fit in place if short <= fit.held <= to.free - spare - block]
+    def _send(self, server: LoneServer, to: LoneServer, spare: int) -> None:
+        """Begins to move the smallest request that makes room for the first waiting one, if it fits at the target."""
+        short, block = server.queue.waiting[0].known - server.queue.free, self._fleet.block
+        fits = [job for job in server.queue.running if short <= job.held <= to.queue.free - spare - block]
         job = min(fits, key=lambda fit: (fit.held, fit.number), default=None)
         if job is None:
             return
         room = job.held + block
-        to.used += room
-        self._moves[job] = pipe, to, room
-        self._sources.add(pipe)
-        link = self.run.link_of(pipe.members[0])
-        link.send(job.kv * self.run.fleet.shape.kv, lambda: self._sent(job, to))
+        to.queue.used += room
+        self._sources.add(server)
+        self._moved(job.kv * self._fleet.shape.kv)
+        sent = job.kv
+        server.network.send(sent * self._fleet.shape.kv, lambda: self._came(job, sent, server, to, room))
 
-    def _sent(self, job: Job, to: Pipeline) -> None:
-        """Notes that the KV has arrived; that of the few tokens since the copy began is neglected."""
-        move = self._moves.get(job)
-        if move is None or move[1] is not to:
+    def _came(self, job: Job, sent: int, server: LoneServer, to: LoneServer, room: int) -> None:
+        """Has a request go on at the target once it is in no microbatch; the KV of the few tokens since the copy began
+        is neglected."""
+        job.copying = job in server.queue.running and job.kv >= sent
+        if job.in_flight and job.copying:
+            self._time.after(DEFAULT.replicas.period / 10, lambda: self._came(job, sent, server, to, room))
             return
-        job.leaving = True
-        if not job.in_flight:
-            self.finish_leaving(move[0], job)
-
-    def _cancel(self, job: Job) -> None:
-        if job in self._moves:
-            source, to, room = self._moves.pop(job)
-            self._sources.discard(source)
-            to.used -= room
-            job.leaving = False
-
-
-def _number(job: Job) -> int:
-    return job.number
+        self._sources.discard(server)
+        to.queue.used -= room
+        if not job.copying:  # it has ended, or was preempted
+            return
+        job.copying = False
+        server.queue.remove(job)
+        if to.queue.grow(job, max(job.known, room - self._fleet.block)):
+            to.queue.running[job] = None
+        else:
+            job.kv = 0
+            to.queue.waiting.appendleft(job)
+        self._on_move(job, to)
+        server.pump()
+        to.pump()

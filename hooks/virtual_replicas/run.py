@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...allocator.errors import ManageError
@@ -10,20 +10,12 @@ from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import Note
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..server.load import RecordedArrival, summary
-from .drop_policy import DropPolicy
-from .fault_player import play_faults
 from .faults import PlayedFault
 from .fleet import VirtualFleet
-from .fleet_run import FleetRun
-from .memory_policies import MigratePolicy, QueuePolicy, RecomputePolicy, SwapPolicy
+from .fleet_run import FleetRun, PeerRun
+from .memory_policies import Peers
 
-POLICIES: Final[Mapping[str, type[RecomputePolicy]]] = {
-    "queue": QueuePolicy,
-    "recompute": RecomputePolicy,
-    "swap": SwapPolicy,
-    "migrate": MigratePolicy,
-    "drop": DropPolicy,
-}
+POLICIES: Final = (*Peers.POLICIES, "drop")
 
 
 def checked(policies: Sequence[str]) -> None:
@@ -53,21 +45,25 @@ def run(
         raise ManageError("there are no requests")
     if faults and policy != "drop":
         raise ManageError(f"faults are played with policy drop: {policy} has no controller that would notice them")
-    simulated = FleetRun(fleet, cost, arrivals, tuning, log)
-    chosen = POLICIES[policy](simulated)
-    if isinstance(chosen, DropPolicy):
-        play_faults(chosen, faults)
-    answers = simulated.answers(chosen.arrive, note)
-    drops = restores = 0
-    if isinstance(chosen, DropPolicy):
-        drops, restores = chosen.changes.drops, chosen.changes.restores
+    drops, restores, bubble = 0, 0, 0.0
+    if policy == "drop":
+        simulated = FleetRun(fleet, cost, arrivals, tuning, log, faults, note)
+        try:
+            answers, moved = simulated.answers(), simulated.bytes_moved
+            state, bubble = simulated.supervisor.state(), simulated.bubble
+            drops, restores = state.drops, state.restores
+        finally:
+            simulated.close()
+    else:
+        peers = PeerRun(fleet, cost, arrivals, policy, note)
+        answers, moved = peers.answers(), peers.bytes_moved
     return {
         "policy": policy,
         "replicas": fleet.replicas,
         **summary(answers, *slos),
         "drops": drops,
         "restores": restores,
-        "bytes_moved": simulated.bytes_moved,
-        "bubble": simulated.bubble,
+        "bytes_moved": moved,
+        "bubble": bubble,
         "time": "simulated",
     }

@@ -1,84 +1,166 @@
-"""One direction of a link in virtual time, with the order of policy/replicas/link_order.py."""
+"""Links between replicas in virtual time: a message takes its bytes divided by the bandwidth.
+
+Note [Two lanes]
+    As on a real link (hooks/replicas/link.py, Note [Two groups]), states and records go over one lane, KV and layers
+    over the other, each in order, and so each replica sends. A state does not wait for KV; that both share a network is
+    left out, as states are small beside it.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ...offload.policy.replicas.link_order import LinkOrder
-from .event_queue import EventQueue
+from ..replicas.channel import Wakeup
+from ..replicas.errors import Interrupted, LinkClosed, LinkError, NoAnswer
+from ..replicas.link import LinkState
+from .virtual_time import VirtualTime
 
 
-@dataclass(slots=True)
-class _Message:
-    left: int  # bytes to be sent
-    then: Callable[[], None]
-    owner: object
+@dataclass(frozen=True, slots=True)
+class VirtualBytes:
+    """Bytes that are not there: a tensor in a simulation. `is_damaged`: they are not those that were sent."""
+
+    nbytes: int
+    is_damaged: bool = False
+
+
+class Wire:
+    """One direction of a network or a link to the host. `moved`: bytes sent so far."""
+
+    def __init__(self, time: VirtualTime, bandwidth: float) -> None:
+        """`bandwidth`: bytes per second."""
+        self.moved = 0
+        self._time = time
+        self._bandwidth = bandwidth
+        self._free = 0.0  # when what was sent before is through
+
+    def send(self, nbytes: int, then: Callable[[], object]) -> None:
+        """Sends bytes behind those sent before, and calls `then` once they are there."""
+        self.moved += nbytes
+        self._free = max(self._free, self._time.now()) + nbytes / self._bandwidth
+        self._time.at(self._free, then)
+
+
+class Sender:
+    """What one replica sends to others, and receives. `wakeup`: of its main loop; `states`, `bulk`: see Note
+    [Two lanes]; `is_alive`: its process has not ended; `damages`: the next KV that comes is damaged."""
+
+    def __init__(self, time: VirtualTime, wakeup: Wakeup, bandwidth: float) -> None:
+        self.wakeup = wakeup
+        self.states = Wire(time, bandwidth)
+        self.bulk = Wire(time, bandwidth)
+        self.is_alive = True
+        self.damages = False
 
 
 class VirtualLink:
-    """Sends messages of one replica. `moved`: bytes sent so far that were not urgent."""
+    """One end of a link, as hooks/replicas/link.Link. `owner`: the replica at this end; `other`: the other end, None
+    until that replica forms the link, too."""
 
-    def __init__(self, events: EventQueue, bandwidth: float, part: int) -> None:
-        """`bandwidth`: bytes per second; `part`: bytes of a part of a message that is not urgent."""
-        self.order = LinkOrder(part)
-        self.moved = 0
-        self._events = events
-        self._bandwidth = bandwidth
-        self._messages: dict[str, _Message] = {}  # by tag
-        self._count = 0
-        self._paused = False
+    finished = True
 
-    def send(self, nbytes: int, then: Callable[[], None], *, urgent: bool = False, owner: object = None) -> None:
-        """Sends a message. `then`: called once it has arrived, unless `cancel` was called with its `owner`."""
-        self._count += 1
-        tag = str(self._count)
-        self._messages[tag] = _Message(nbytes, then, owner)
-        if not nbytes:
-            self._events.after(0.0, lambda: self._complete(tag))
+    def __init__(self, epoch: int, peer: int, owner: Sender) -> None:
+        self.epoch = epoch
+        self.peer = peer
+        self.owner = owner
+        self.other: VirtualLink | None = None
+        self.state = LinkState.FORMING
+        self._error: LinkError | None = None
+        self._early: list[tuple[Any, str, bool]] = []  # sent before the link was formed
+        self._inbox: defaultdict[str, deque[Any]] = defaultdict(deque)
+
+    @property
+    def error(self) -> LinkError | None:
+        """Why the link is closed or lost; None while it is neither."""
+        return self._error
+
+    def open(self) -> None:
+        """Notes that the link is formed."""
+        if self.state is LinkState.FORMING:
+            self.state = LinkState.OPEN
+            early, self._early = self._early, []
+            for message in early:
+                self._send(*message)
+            self.owner.wakeup.notify()
+
+    def send(self, tensor: Any, tag: str, urgent: bool = False, check: bool = False) -> None:
+        """Sends a tensor, or VirtualBytes, or what else has `nbytes`. LinkError."""
+        if self._error is not None:
+            raise self._new_error()
+        if self.state is LinkState.FORMING:
+            self._early.append((tensor, tag, urgent))
+        else:
+            self._send(tensor, tag, urgent)
+
+    def has(self, tag: str) -> bool:
+        """Returns whether `take` would return a tensor, or raise."""
+        return bool(self._inbox.get(tag)) or self._error is not None
+
+    def take(self, tag: str) -> Any:
+        """Removes and returns the next tensor of this tag; None if none has come. LinkError."""
+        if queue := self._inbox.get(tag):
+            return queue.popleft()
+        if self._error is not None:
+            raise self._new_error()
+        return None
+
+    def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> Any:
+        """Waits for the next tensor of this tag, and returns it; raises as `take`. Interrupted, NoAnswer: see Link."""
+
+        def look() -> Any:
+            if unless():
+                raise Interrupted(f"message {tag!r} of replica {self.peer}")
+            return self.take(tag)
+
+        found = self.owner.wakeup.wait(look, timeout)
+        if found is None:
+            raise NoAnswer(f"message {tag!r} of replica {self.peer}", timeout)
+        return found
+
+    def begin_close(self) -> None:
+        """Closes the link, and tells the other end. Idempotent."""
+        other = self.other
+        if self._end(LinkState.CLOSED, LinkClosed(self.epoch, self.peer, "this end has closed it")) and other:
+            closed = LinkClosed(other.epoch, other.peer, "the other end has closed it")
+            self._over(self.owner.states, 0, lambda: other._end(LinkState.CLOSED, closed))
+
+    def close(self) -> None:
+        """Closes the link."""
+        self.begin_close()
+
+    def lose(self, reason: str) -> None:
+        """Notes that the link is lost, unless it has ended."""
+        self._end(LinkState.LOST, LinkError(self.epoch, self.peer, reason))
+
+    def _send(self, tensor: Any, tag: str, urgent: bool) -> None:
+        other, owner = self.other, self.owner
+        assert other is not None
+        self._over(owner.states if urgent else owner.bulk, tensor.nbytes, lambda: other._deliver(tensor, tag))
+
+    def _over(self, wire: Wire, nbytes: int, then: Callable[[], object]) -> None:
+        """Sends over a lane; what a process has sent that has ended meanwhile does not come."""
+        if self.owner.is_alive:
+            wire.send(nbytes, lambda: then() if self.owner.is_alive else None)
+
+    def _deliver(self, tensor: Any, tag: str) -> None:
+        if self._error is not None:
             return
-        self.order.queue(tag, nbytes, self._events.now, urgent=urgent)
-        self._begin()
+        if tag == "kv" and self.owner.damages:
+            self.owner.damages, tensor = False, VirtualBytes(tensor.nbytes, is_damaged=True)
+        self._inbox[tag].append(tensor)
+        self.owner.wakeup.notify()
 
-    def cancel(self, owner: object) -> None:
-        """Cancels the owner's messages that have not arrived."""
-        self._forget({tag for tag, message in self._messages.items() if message.owner is owner})
+    def _end(self, state: LinkState, error: LinkError) -> bool:
+        if self._error is not None:
+            return False
+        self.state, self._error = state, error
+        self.owner.wakeup.notify()
+        return True
 
-    def pause(self) -> None:
-        """Sends nothing new until `resume`, as the sender is paused."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        self._paused = False
-        self._begin()
-
-    def end(self) -> None:
-        """Cancels all messages that have not arrived, as the sender has ended."""
-        self._forget({*self._messages})
-
-    def _forget(self, tags: set[str]) -> None:
-        for tag in tags:
-            del self._messages[tag]
-        self.order.forget(tags)
-
-    def _complete(self, tag: str) -> None:
-        message = self._messages.pop(tag, None)
-        if message is not None:
-            message.then()
-
-    def _begin(self) -> None:
-        nbytes = None if self._paused else self.order.begin(self._events.now)
-        if nbytes is not None:
-            self._events.after(nbytes / self._bandwidth, self._end)
-
-    def _end(self) -> None:
-        sent = self.order.end(self._events.now)
-        if not sent.urgent:
-            self.moved += sent.nbytes
-        message = self._messages.get(sent.tag)
-        if message is not None:
-            message.left -= sent.nbytes
-        self._begin()
-        if message is not None and not message.left:
-            self._complete(sent.tag)
+    def _new_error(self) -> LinkError:
+        error = self._error
+        assert error is not None
+        return type(error)(error.epoch, error.peer, error.reason)

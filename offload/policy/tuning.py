@@ -471,6 +471,8 @@ class Replicas:
     # Blocks of KV in one transfer: 64 KiB a layer of a small model, some MiB of a large one. Chosen: well below what a
     # stage takes at 1 GB/s.
     piece: int = 4
+    # Seconds of copies of KV between two microbatches, while it is exchanged. Chosen: less than a decoding step.
+    exchanging: float = 0.01
     # Microbatches that the error of predictions is the mean of: some seconds of a replica. Chosen.
     judged: int = 64
     # Seconds for which pages that the ladder of a replica lacked count as waited for: ten looks at the load. Chosen.

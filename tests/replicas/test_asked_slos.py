@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from transformers import GenerationConfig
 
 from ballonet.allocator.errors import SLOError

@@ -16,6 +16,7 @@ from ballonet.hooks.replicas.messages import Hello
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.recording import DecisionFile, read_decisions
 from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.virtual_replicas.run import run
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Dispatch, Fence, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
@@ -27,8 +28,8 @@ from ballonet.offload.policy.replicas.groups import Group, Span
 from ballonet.offload.policy.replicas.restore_plan import Pull
 from ballonet.offload.policy.tuning import DEFAULT
 
-from .fleets import SLOW, burst, fleet, played
 from .test_supervisor import Played, hello, wait
+from .virtual import SLOW, burst, fleet
 
 PAIR = Group((0, 1), (Span(0, 3), Span(3, 8)))
 ENTRIES: list[Entry] = [
@@ -92,7 +93,7 @@ def test_a_long_log_is_cut_and_its_latest_part_is_kept(tmp_path: Path) -> None:
     path, most = tmp_path / "log", 20_000
     (tmp_path / "log.1").write_text("of another log")
     everything: list[Entry] = []
-    played("drop", fleet(2, 1600), burst(60, 0.1, 60, 20), SLOW, log=everything.append)
+    run(fleet(2, 1600), SLOW, burst(60, 0.1, 60, 20), "drop", log=everything.append)
     file = DecisionFile(path, print, most)
     assert [each.name for each in tmp_path.iterdir()] == ["log"]
     refused = 0
@@ -120,7 +121,7 @@ def test_a_long_log_is_cut_and_its_latest_part_is_kept(tmp_path: Path) -> None:
 def test_a_controller_that_is_told_the_same_answers_the_same(tmp_path: Path) -> None:
     file = DecisionFile(tmp_path / "log", print)
     arrivals = burst(240, 0.1, 60, 150) + burst(8, 6.0, 20, 20, begin=60.0)
-    played("drop", fleet(2, 1600), arrivals, SLOW, log=file)
+    run(fleet(2, 1600), SLOW, arrivals, "drop", log=file)
     file.close()
     log = read_decisions(tmp_path / "log")
     again = [*replayed(log)]

@@ -18,7 +18,13 @@ from ballonet.offload.policy.replicas.groups import Group, Span, alone
 
 
 class Cache:
-    """A cache that nothing is read from."""
+    """A cache of one block."""
+
+    def read_blocks(self, *_: object) -> torch.Tensor:
+        return torch.zeros(4)
+
+    def checksum(self, tensor: torch.Tensor) -> int:
+        return 0
 
 
 class Sent:
@@ -51,7 +57,6 @@ def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         handover, "Arrivals", lambda cache: SimpleNamespace(take=lambda *_: False, lost={}, cache=cache)
     )
-    monkeypatch.setattr(handover, "exported", lambda *_: torch.zeros(4))
     old, link = Cache(), Sent()
     pair = Group((0, 1), (Span(0, 2), Span(2, 4)))
     stage: Any = SimpleNamespace(cache=Cache(), leader=None, follower=None, group=pair)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException
+from msgspec.structs import replace
 from transformers import GenerationConfig, LlamaConfig
 
 from ballonet.hooks.replicas.http_frontend import FrontendLoop, FrontendManager

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from ballonet.hooks.replicas import kv_exchange as handover
-from ballonet.hooks.replicas.kv_exchange import checksum, moves
+from ballonet.hooks.replicas.kv_exchange import moves
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
+from ballonet.hooks.replicas.replica_model import SpanCache
 
 from ..models import build
 from ..serving.batches import prompts
@@ -54,6 +54,7 @@ def test_a_merged_group_sends_each_layer_once() -> None:
 def test_a_checksum_sees_one_bit_and_words_that_change_places() -> None:
     tensor = torch.randn(3, 2, 4, 2, 8, generator=torch.Generator().manual_seed(1))
     words = tensor.view(torch.int32).flatten()
+    checksum = SpanCache.checksum
     before = checksum(tensor)
     assert checksum(tensor.clone()) == before
     words[17] ^= 1
@@ -115,12 +116,12 @@ def test_a_piece_that_changes_on_its_way_has_the_request_computed_again(
 ) -> None:
     asked, expected = alone()
     install()
-    count = iter(range(10**6))
+    count, checksum = iter(range(10**6)), SpanCache.checksum
 
     def spoiled(*args: Any) -> int:
         return checksum(*args) + (next(count) == wrong)
 
-    monkeypatch.setattr(handover, "checksum", spoiled)
+    monkeypatch.setattr(SpanCache, "checksum", staticmethod(spoiled))
     changes = []
 
     def act(group: InProcess, change: Regroup) -> None:

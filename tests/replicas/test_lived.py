@@ -12,11 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.replicas.supervisor import FleetState
-from ballonet.hooks.virtual_replicas.drop_policy import DropPolicy
-from ballonet.hooks.virtual_replicas.fault_player import play_faults
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Commit, Prepare
@@ -88,13 +87,12 @@ def simulated(log: list[Entry]) -> list[Entry]:
     after = restored.event.at - begin
     # The burst comes at once, however long a loaded machine took to send it.
     arrivals = [replace(each, at=each.at + LATER if each.at > after else arrivals[0].at) for each in arrivals]
-    faults = [replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
-    found: list[Entry] = []
-    run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, found.append)
-    keeper = DropPolicy(run)
-    play_faults(keeper, faults)
-    run.answers(keeper.arrive, lambda done: None)
-    return found
+    faults = [structs.replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
+    simulation: list[Entry] = []
+    run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, simulation.append, faults)
+    run.answers()
+    run.close()
+    return simulation
 
 
 def test_every_answer_is_stocks(lived: Lived) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import ballonet
 from ballonet.allocator import devices
