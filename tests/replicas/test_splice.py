@@ -14,7 +14,7 @@ import torch
 
 import ballonet
 from ballonet import SpliceError
-from ballonet.hooks.splice import proof
+from ballonet.hooks.splice import splice as splicing
 from ballonet.hooks.splice.forms import Hidden, Logits, record
 from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.hooks.weights.model_parts import decoder_layers
@@ -214,13 +214,13 @@ def test_two_threads_run_a_stage(model: Any) -> None:
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_known", {})
+    monkeypatch.setattr(splicing, "_known", {})
 
 
 def test_it_is_made_once_for_models_that_are_alike(model: Any, unknown: None, monkeypatch: Any) -> None:
     made = []
-    prove = proof._prove
-    monkeypatch.setattr(proof, "_prove", lambda splice: made.append(splice) or prove(splice))
+    prove = splicing._prove
+    monkeypatch.setattr(splicing, "_prove", lambda splice: made.append(splice) or prove(splice))
     shorter = copy.deepcopy(model)
     del shorter.model.layers[3]
     for each in (model, build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=3), shorter):

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.splice import proof
+from ballonet.hooks.splice import splice as splicing
 from ballonet.hooks.splice.forms import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy.replicas.groups import Span
@@ -82,7 +82,7 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("managed", [False, True], ids=["stock", "managed"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "mixtral"])
 def test_a_batch_in_parts_is_the_whole(name: str, managed: bool, in_parts: list[InParts], monkeypatch: Any) -> None:
-    monkeypatch.setattr(proof, "_known", {})  # the proof is made with the attention of batches
+    monkeypatch.setattr(splicing, "_known", {})  # the proof is made with the attention of batches
     model = build(name, num_hidden_layers=4, **({"layer_types": ["full_attention"] * 4} if name == "gpt_oss" else {}))
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(ContinuousBatchProcessor, "_generation_step", STEP)
