@@ -248,7 +248,7 @@ def settled(core: Core) -> None:
         ([(2, 2)] * 3, 2, 3, 0, 6),  # they are too short: their pages serve before new ones are made
     ],
 )
-def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made(
+def test_later_ranges_find_their_pages_mapped_and_no_others_are_made(
     core: Core, cached: list[tuple[int, int]], count: int, ahead: int, kept: int, created: int
 ) -> None:
     """`cached`: pieces and pages of the cached ranges that there are."""

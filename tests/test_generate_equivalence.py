@@ -33,7 +33,7 @@ NOT_ELASTIC = {
 }
 
 
-# Those that do everything that is asked of a cache: of each set of kinds of layers one, and of each way to be called
+# Models that do everything that is asked of a cache: one of each set of kinds of layers, and of each way to be called
 WHOLE = {
     *("llama", "gpt2", "falcon", "gemma2", "mistral-window", "gemma3n_text", "gemma4_text", "llama4_text", "gpt_oss"),
     *("mixtral", "deepseek_v2", "longcat_flash", "mimo_v2_flash", "falcon_h1", "zamba2", "jamba", "qwen3_next", "lfm2"),

@@ -28,7 +28,7 @@ BURST = burst(240, 0.1, 60, 150) + burst(8, 6.0, 20, 20, begin=60.0)
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("replicas", [1, 2, 5])
-def test_all_tokens_are_made(policy: str, replicas: int) -> None:
+def test_every_request_gets_all_its_tokens(policy: str, replicas: int) -> None:
     arrivals = burst(60 * replicas, 0.012 / replicas, 60, 150, seed=replicas)
     row = run(fleet(replicas, 1600), COST, arrivals, policy)
     assert (row["failed"], row["tokens"]) == (0, sum(arrival.new for arrival in arrivals))
@@ -133,7 +133,7 @@ def test_square_wave_has_one_drop_and_one_restore_in_a_period_at_most() -> None:
         assert at == [n // 2 for n in range(2 * periods)], "two epochs in each"
 
 
-def test_nothing_is_dropped_where_prompts_are_what_takes_time() -> None:
+def test_no_layer_is_dropped_where_prompts_take_the_time() -> None:
     cost = ChunkCost(1e-9, 4e-4, 1e-3, decode=ChunkCost(0.0, 1e-4, 1e-3))
     rows, log = [], list[Entry]()
     for seed in range(3):  # P99 of one trace is that of one request of it
