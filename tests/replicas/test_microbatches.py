@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ballonet.hooks.server.load import read
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.microbatches import Batch, ChunkSize, by_tokens, equal_cost, fig11
-from ballonet.offload.policy.replicas.pipeline_time import evenly, floor, pipeline_time
 
 from .lengths import AZURE, chunks, made
+from .pipeline_time import evenly, floor, pipeline_time
 
 COST = ChunkCost(4e-9, 1e-5, 4e-3)  # at 2,500 tokens attention to them takes as long as all else
 APART = ChunkCost(4e-9, 1e-5, 4e-3, square=7e-9, prefix=1e-7, decode=ChunkCost(0.0, 2e-5, 3e-3, prefix=1e-7))

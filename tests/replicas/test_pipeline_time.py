@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas.pipeline_time import evenly, floor, pipeline_time
+from .pipeline_time import evenly, floor, pipeline_time
 
 grids = st.integers(1, 4).flatmap(
     lambda stages: st.lists(st.lists(st.integers(0, 9), min_size=stages, max_size=stages), max_size=9)

@@ -12,9 +12,9 @@ import torch
 from ballonet.hooks.replicas.microbatch_plan import Chunk
 from ballonet.hooks.replicas.replica_model import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
 from ..tuned import Clock
+from .pipeline_time import evenly, pipeline_time
 
 COST = ChunkCost(0.0, 1.0, 0.0)  # a second a token, in all layers
 LAYERS = 4
