@@ -32,7 +32,7 @@ from ..tuned import tuning
 from .batches import BLOCK, Answer, kv_to_the_host, looping, prompts, stock
 
 PAGE = 16384
-TOKENS = 10
+TOKENS = 16
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # a block has pages of its own
 PATIENCE = 60  # seconds for all answers of a turn
 
@@ -47,7 +47,7 @@ def run(way: str) -> None:
     torch.set_num_threads(1)
     sizes = HEADS if way == "to the host" else {}
     model: Any = build("llama", num_hidden_layers=4 if sizes else 8, **sizes)
-    asked = prompts(5, 60)
+    asked = prompts(9, 60)
     asked.append([*asked[0], 5, 6])  # some blocks are found again
     expected = stock(model, asked, TOKENS)
     pages, host = (250, 800) if sizes else (48, 40)  # all KV fits on the host, or there is too little of everything
