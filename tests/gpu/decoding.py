@@ -60,22 +60,22 @@ def answer(
     return models.generate(model, mode, given, tokens, **more)
 
 
-def is_bit_equal(found: models.Output, expected: models.Output) -> bool:
+def is_bit_equal(actual: models.Output, expected: models.Output) -> bool:
     """The same tokens, and logits that differ in no bit."""
-    if not torch.equal(found.tokens, expected.tokens) or found.logits.shape != expected.logits.shape:
+    if not torch.equal(actual.tokens, expected.tokens) or actual.logits.shape != expected.logits.shape:
         return False
-    return torch.equal(found.logits.view(torch.int32), expected.logits.view(torch.int32))
+    return torch.equal(actual.logits.view(torch.int32), expected.logits.view(torch.int32))
 
 
-def apart(found: models.Output, expected: models.Output) -> str:
+def apart(actual: models.Output, expected: models.Output) -> str:
     """How two answers differ, nothing where they do not."""
-    if is_bit_equal(found, expected):
+    if is_bit_equal(actual, expected):
         return ""
-    if found.logits.shape != expected.logits.shape:
-        return f"{tuple(found.logits.shape)} in the place of {tuple(expected.logits.shape)}"
-    wrong = (found.logits != expected.logits).flatten(1).any(1)
+    if actual.logits.shape != expected.logits.shape:
+        return f"{tuple(actual.logits.shape)} in the place of {tuple(expected.logits.shape)}"
+    wrong = (actual.logits != expected.logits).flatten(1).any(1)
     first = int(wrong.nonzero()[0]) if bool(wrong.any()) else -1
-    return f"from token {first} on; logits up to {(found.logits - expected.logits).abs().max().item()} apart"
+    return f"from token {first} on; logits up to {(actual.logits - expected.logits).abs().max().item()} apart"
 
 
 def replays(managed: Any) -> int:

@@ -100,8 +100,8 @@ def held_copies(place: Place, to: Any) -> Iterator[Hold]:
             copies = [(one.address, other.address, place.page)]
             Transfer(place.device).copy(copies, after=hold.lane.handle, owner="kv", to=to)
         yield hold
-    for each in ranges:
-        each.close()
+    for memory in ranges:
+        memory.close()
     place.device.reap()
 
 

@@ -140,10 +140,10 @@ class Captured:
 
     def replay(self) -> tuple[torch.Tensor, ...]:
         """Clears what the work writes, does it again, and returns copies."""
-        for each in self.outputs:
-            each.zero_()
+        for output in self.outputs:
+            output.zero_()
         self.launch()
-        return tuple(each.clone() for each in self.outputs)
+        return tuple(output.clone() for output in self.outputs)
 
 
 @dataclass
@@ -239,13 +239,13 @@ def scene(*, only: str = "", needs_host: bool = False, **pool: Any) -> Callable[
             play(played, kind, **pool, **arguments)
 
         functools.update_wrapper(test, played, updated=())
-        parameters = [each for name, each in inspect.signature(played).parameters.items() if name != "place"]
+        parameters = [parameter for name, parameter in inspect.signature(played).parameters.items() if name != "place"]
         kind = inspect.Parameter("kind", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        found = vars(test)
-        found["__signature__"] = inspect.Signature([kind, *parameters])
-        found["scene"] = played  # for a process of its own, which finds it by the name of the test
-        found["pytestmark"] = getattr(played, "pytestmark", [])
-        kinds = [each for each in (CPU, CUDA) if only in ("", each.values[0])]
+        attributes = vars(test)
+        attributes["__signature__"] = inspect.Signature([kind, *parameters])
+        attributes["scene"] = played  # for a process of its own, which finds it by the name of the test
+        attributes["pytestmark"] = getattr(played, "pytestmark", [])
+        kinds = [kind for kind in (CPU, CUDA) if only in ("", kind.values[0])]
         return pytest.mark.parametrize("kind", kinds)(test)
 
     return made
@@ -257,15 +257,15 @@ def no_host_pages() -> str:
     facts = _native.probe("libcuda.so.1", 0)
     if not facts["host_pages"]:
         return "this device cannot map host pages"
-    found = findings.load(cache_dir(Config.from_env()), findings.key_of(facts))
-    if found is None or found.settings.get("host_pages", True):
+    findings_kept = findings.load(cache_dir(Config.from_env()), findings.key_of(facts))
+    if findings_kept is None or findings_kept.settings.get("host_pages", True):
         return ""
-    return f"a preflight turned host pages off: {found.reasons['host_pages']}"
+    return f"a preflight turned host pages off: {findings_kept.reasons['host_pages']}"
 
 
 def play(scene: Callable[..., None], kind: str, /, **arguments: Any) -> None:
     """Runs the scene under a pool; fails with what it said. `arguments`: fields of Pool, and what goes to the scene."""
-    pool = Pool(**{each.name: arguments.pop(each.name) for each in fields(Pool) if each.name in arguments})
+    pool = Pool(**{size.name: arguments.pop(size.name) for size in fields(Pool) if size.name in arguments})
     if kind == "cpu":
         act(scene, kind, pool, arguments)
         return
@@ -335,9 +335,9 @@ def judge(status: int | None, said: str, seconds: float) -> None:
 
 def enter(module: str, name: str, kind: str, arguments: dict[str, Any], pool: Pool) -> None:
     """In the process of its own: finds the scene and runs it."""
-    found = getattr(importlib.import_module(module), name)
+    member = getattr(importlib.import_module(module), name)
     try:
-        act(getattr(found, "scene", found), kind, pool, arguments)
+        act(getattr(member, "scene", member), kind, pool, arguments)
     except pytest.skip.Exception as why:
         print(f"\n{SKIPPED}{why}", flush=True)
 

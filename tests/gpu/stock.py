@@ -28,12 +28,14 @@ def questions(name: str, kind: str) -> dict[str, Any]:
     return {key: value.to(kind) for key, value in models.questions(name, 3, 16, padded=True).items()}
 
 
-def differences(found: models.Output, expected: models.Output) -> str:
+def differences(actual: models.Output, expected: models.Output) -> str:
     """Nothing where the tokens are the same."""
-    if torch.equal(found.tokens, expected.tokens):
+    if torch.equal(actual.tokens, expected.tokens):
         return ""
-    first = (found.tokens != expected.tokens).any(0).nonzero()[0].item()
-    apart = (found.logits - expected.logits).abs().max().item() if found.logits.shape == expected.logits.shape else "?"
+    first = (actual.tokens != expected.tokens).any(0).nonzero()[0].item()
+    apart = (
+        (actual.logits - expected.logits).abs().max().item() if actual.logits.shape == expected.logits.shape else "?"
+    )
     return f"from token {first} on; logits up to {apart} apart"
 
 
@@ -49,8 +51,8 @@ def compared(name: str, place: Place, dtype: torch.dtype, modes: Mapping[str, An
     for chaos in (None, 5):
         with testing.manage(model, chaos=chaos) as managed:
             for mode in modes:
-                found = models.generate(model, mode, inputs, TOKENS)
-                if said := differences(found, expected[mode]):
+                actual = models.generate(model, mode, inputs, TOKENS)
+                if said := differences(actual, expected[mode]):
                     wrong.append(f"{name}, {dtype}, {mode}, chaos {chaos}: {said}")
             if chaos_of(managed) is not None:
                 assert chaos_of(managed).moved["weights"] > 0
@@ -63,5 +65,5 @@ def few_tokens(place: Place, tokens: int) -> None:
     inputs = {key: value.to(place.kind) for key, value in models.prompts(2, 9).items()}
     expected = models.generate(model, "greedy", inputs, tokens)
     with testing.manage(model, chaos=4):
-        found = models.generate(model, "greedy", inputs, tokens)
-    assert not differences(found, expected)
+        actual = models.generate(model, "greedy", inputs, tokens)
+    assert not differences(actual, expected)

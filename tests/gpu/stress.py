@@ -72,7 +72,7 @@ class Worker:
             reader.uses(held.tensor)
 
     def wrong(self) -> int:
-        return self._wrong_on_host + sum(int(each.item()) for each in self._wrong)
+        return self._wrong_on_host + sum(int(count.item()) for count in self._wrong)
 
 
 def threads_and_streams(place: Place, threads: int, operations: int, largest: int) -> None:

@@ -24,7 +24,7 @@ def test_spilled_block_computes_the_same(place: Place) -> None:
     assert place.device.snapshot()["created"] <= 64
     right = torch.arange(4, dtype=torch.float32, device=place.kind)
     for _ in range(2):
-        sums = torch.stack([each.double().mean().float() for each in held])
+        sums = torch.stack([block.double().mean().float() for block in held])
         assert torch.equal(sums, right)
         held[3].copy_(held[0]).add_(held[1]).add_(held[2])
         right[3] = 3
@@ -39,12 +39,12 @@ def test_requests_come_to_call_the_driver_no_more(place: Place) -> None:
     """Served one after the other, they find the pages of those before them where they were; and no more than 50 MB, or
     a page, are ever mapped ahead."""
     model = models.build("llama", hidden_size=256, max_position_embeddings=4096).to(place.kind)
-    inputs = {name: each.to(place.kind) for name, each in models.prompts(4, 40).items()}
+    inputs = {name: tensor.to(place.kind) for name, tensor in models.prompts(4, 40).items()}
     ahead, made = [], []
 
     def calls() -> int:
-        found = ballonet.stats().driver_calls
-        return sum(found[name] for name in PAGE_CALLS)
+        calls = ballonet.stats().driver_calls
+        return sum(calls[name] for name in PAGE_CALLS)
 
     def look(*_: object) -> None:
         ahead.append(place.device.snapshot()["ahead"] * place.page)
@@ -67,7 +67,7 @@ def test_requests_come_to_call_the_driver_no_more(place: Place) -> None:
 def test_a_capture_pulls_no_lever(place: Place) -> None:
     """What does not fit while a graph is captured is refused, with everything where it was; afterwards it fits."""
     model = models.build("llama", hidden_size=256).to(place.kind)
-    inputs = {name: each.to(place.kind) for name, each in models.prompts(2, 16).items()}
+    inputs = {name: tensor.to(place.kind) for name, tensor in models.prompts(2, 16).items()}
     with ballonet.manage(model):
         models.generate(model, "greedy", inputs, 4)
         gc.collect()

@@ -27,7 +27,9 @@ def speaker(place: Place) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model, and prompts that fill several pages of its cache in every layer."""
     hidden, batch, longest = (512, 16, 512) if place.cuda else (64, 4, 120)
     model = models.build("llama", hidden_size=hidden, num_hidden_layers=4, max_position_embeddings=2048)
-    return model.to(place.kind), {name: each.to(place.kind) for name, each in models.prompts(batch, longest).items()}
+    return model.to(place.kind), {
+        name: tensor.to(place.kind) for name, tensor in models.prompts(batch, longest).items()
+    }
 
 
 def smallest(place: Place, say: Any) -> int:
@@ -76,13 +78,13 @@ def test_a_budget_that_shrinks_meanwhile(place: Place) -> None:
             budgets = [(least - less) * place.page, least * place.page, (least - 2 * less) * place.page]
             with ThreadPoolExecutor(3) as threads:
                 shrinking = Shrinks(budgets, threads)
-                found = models.generate(model, "greedy", inputs, TOKENS, stopping_criteria=[shrinking])
-            assert [each.result() for each in shrinking.set] == [None] * 3
-            assert not differences(found, expected), f"less {less}"
+                actual = models.generate(model, "greedy", inputs, TOKENS, stopping_criteria=[shrinking])
+            assert [future.result() for future in shrinking.set] == [None] * 3
+            assert not differences(actual, expected), f"less {less}"
             place.synchronize()
             device = place.device.snapshot()
             assert device["created"] * place.page <= device["budget"]
-            del found
+            del actual
 
 
 @scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
@@ -94,8 +96,8 @@ def test_several_models_and_threads(place: Place) -> None:
     def speak(number: int) -> None:
         model, inputs = spoken[number]
         for _ in range(2 if place.cuda else 1):
-            found = models.generate(model, "greedy", inputs, TOKENS)
-            assert not differences(found, expected[number]), f"model {number}"
+            actual = models.generate(model, "greedy", inputs, TOKENS)
+            assert not differences(actual, expected[number]), f"model {number}"
 
     with small_layers():
         managed = [
@@ -110,5 +112,5 @@ def test_several_models_and_threads(place: Place) -> None:
         place.synchronize()
         place.device.check()
         ballonet.set_budget(PAGES * place.page)
-        for each in managed:
-            each.release()
+        for owner in managed:
+            owner.release()

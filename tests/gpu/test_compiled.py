@@ -77,12 +77,12 @@ def test_static_cache(place: Place) -> None:
     """generate(cache_implementation="static"), which transformers compiles: stock's tokens, also when weights of the
     model have to leave the device between two calls."""
     model = models.build("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=10).to("cuda")
-    inputs = {name: each.to("cuda") for name, each in models.prompts(2, 9).items()}
+    inputs = {name: tensor.to("cuda") for name, tensor in models.prompts(2, 9).items()}
     compiling = CompileConfig(backend="cudagraphs", mode=None)
 
     def generate(**options: Any) -> list[list[int]]:
-        found = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
-        return found.tolist()
+        tokens = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
+        return tokens.tolist()
 
     def static() -> list[list[int]]:
         return generate(cache_implementation="static", compile_config=compiling)

@@ -18,9 +18,9 @@ def test_a_capture_and_a_copy(place: Place) -> None:
     source, target = place.range(4), place.range(4)
     words = place.page
     given, read = over(source, torch.int32, words), over(target, torch.int32, words)
-    found = torch.zeros_like(read)
+    copy = torch.zeros_like(read)
     busy, transfer = place.lane(), Transfer(place.device)
-    found.copy_(read)  # kernels are loaded
+    copy.copy_(read)  # kernels are loaded
     place.sleep()
     busy.follow()
 
@@ -40,18 +40,18 @@ def test_a_capture_and_a_copy(place: Place) -> None:
     place.synchronize()
     if not place.cuda:
         bring()
-        found.copy_(read)
+        copy.copy_(read)
     else:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             bring()
-            found.copy_(read)
+            copy.copy_(read)
         assert read.eq(7).all().item()
         for value in (9, 7):
             read.fill_(value)
             graph.replay()
-            assert found.eq(value).all().item()
-    assert found.eq(7).all().item()
+            assert copy.eq(value).all().item()
+    assert copy.eq(7).all().item()
 
 
 @scene(only="cuda")

@@ -108,15 +108,17 @@ def test_a_snapshot_with_names_has_what_torch_recorded(place: Place) -> None:
     model = torch.nn.Linear(16, 16).to("cuda")
     managed = ballonet.manage(model)
     torch.cuda.synchronize()
-    found, segments = ballonet.snapshot(), torch.cuda.memory_snapshot()
-    assert sum(each["total_size"] for each in found["segments"]) == sum(each["total_size"] for each in segments)
-    assert found["device_traces"][0]
-    blocks = {block["address"]: block["frames"] for segment in found["segments"] for block in segment["blocks"]}
+    snapshot, segments = ballonet.snapshot(), torch.cuda.memory_snapshot()
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) == sum(
+        segment["total_size"] for segment in segments
+    )
+    assert snapshot["device_traces"][0]
+    blocks = {block["address"]: block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]}
     assert blocks[tensor.data_ptr()][-1]["name"] == "activations"
     assert "test_a_snapshot_with_names" in str(blocks[tensor.data_ptr()])
     assert [frame["name"] for frame in blocks[model.weight.data_ptr()]][-2:] == ["weight", "weights"]
     for read in (_memory_viz.segsum, _memory_viz.trace, _memory_viz.trace_plot, _memory_viz.segment_plot):
-        assert len(read(found)) > 100
+        assert len(read(snapshot)) > 100
     managed.release()
     torch.cuda.memory._record_memory_history(None)
 

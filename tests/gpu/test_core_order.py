@@ -29,7 +29,7 @@ class Link:
     def __init__(self, place: Place) -> None:
         self.here, self.there = place.range(PIECES), place.range(PIECES, mapped=False)
         (self.there.map_host if place.device.host_pages else self.there.map)(0, PIECES)
-        self.near, self.far = (over(each, torch.int32, words(place)) for each in (self.here, self.there))
+        self.near, self.far = (over(memory, torch.int32, words(place)) for memory in (self.here, self.there))
         self.near.fill_(1)
         self.far.fill_(2)
         self._transfer = Transfer(place.device)
@@ -169,7 +169,7 @@ def blocks_wait_for_recorded_streams(place: Place) -> None:
     others = [torch.full((words(place),), 9, dtype=torch.int32, device=place.kind) for _ in range(2)]
     lane.lead()
     assert seen.eq(7).all().item(), "somebody got a block while it was read"
-    assert all(each.eq(9).all().item() for each in others)
+    assert all(other.eq(9).all().item() for other in others)
 
 
 class Counting:

@@ -101,15 +101,15 @@ def test_bits_are_the_same_wherever_pages_are(place: Place) -> None:
     weight_range = place.range(-(-size * size * dtype.itemsize // place.page), "weights")
     kv_range = place.range(-(-2 * tokens * heads * dim * dtype.itemsize // place.page))
     weight, flat = over(weight_range, dtype, size, size), over(kv_range, dtype, tokens, 2, heads, dim)
-    for each in (weight, flat):
-        each.copy_(torch.randn(each.shape, device=place.kind))
+    for tensor in (weight, flat):
+        tensor.copy_(torch.randn(tensor.shape, device=place.kind))
     keys, values = (flat[None, :, side].transpose(1, 2) for side in (0, 1))  # [1, heads, tokens, dim]
     rows = [torch.randn(count, size, device=place.kind).to(dtype) for count in (1, 3, 64, 512)]
     query = torch.randn(1, heads, 1, dim, device=place.kind).to(dtype)
     mask = torch.rand(1, 1, 1, tokens, device=place.kind) < 0.7
 
     def compute() -> tuple[torch.Tensor, ...]:
-        attended = [F.scaled_dot_product_attention(query, keys, values, attn_mask=each) for each in (None, mask)]
+        attended = [F.scaled_dot_product_attention(query, keys, values, attn_mask=chosen) for chosen in (None, mask)]
         return (*(F.linear(row, weight) for row in rows), *attended)
 
     right, graph = compute(), Captured(place, compute)
@@ -118,7 +118,7 @@ def test_bits_are_the_same_wherever_pages_are(place: Place) -> None:
         for held in (weight_range, kv_range):
             for piece in range(held.pieces):
                 assert held.move(piece, place.places[-1] if host(piece) else "device")
-        for found, expected in zip((*compute(), *graph.replay()), (*right, *replayed), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip((*compute(), *graph.replay()), (*right, *replayed), strict=True):
+            assert torch.equal(actual, expected)
     weight.add_(1)
     assert not torch.equal(graph.replay()[0], replayed[0]), "the graph does not read the weight"

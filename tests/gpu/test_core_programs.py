@@ -47,11 +47,11 @@ def test_a_pool_that_stayed_gets_the_budget_that_is_asked_for(kind: str) -> None
 @pytest.mark.gpu
 def test_the_driver_s_probes_answer() -> None:
     names = ("granularity", "host_pages", "copies", "several_handles", "graphs", "torch_graphs")
-    found = preflight.preflight(device_choice.choose(Config(device="cuda")), names)
-    assert {name: each["status"] for name, each in found["probes"].items()} == dict.fromkeys(names, "answered")
-    assert found["settings"] == {}, found["reasons"]
-    assert found["probes"]["graphs"]["facts"]["another_page"] is True
-    assert found["probes"]["torch_graphs"]["facts"]["on_host"] is True
+    report = preflight.preflight(device_choice.choose(Config(device="cuda")), names)
+    assert {name: probe["status"] for name, probe in report["probes"].items()} == dict.fromkeys(names, "answered")
+    assert report["settings"] == {}, report["reasons"]
+    assert report["probes"]["graphs"]["facts"]["another_page"] is True
+    assert report["probes"]["torch_graphs"]["facts"]["on_host"] is True
 
 
 @pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_everything_small() -> None:
         shutil.which("compute-sanitizer"),
         *map(str, sorted(Path("/usr/local").glob("cuda*/**/compute-sanitizer"))),
     ]
-    tool = next((each for each in tools if each and Path(each).is_file()), None)
+    tool = next((path for path in tools if path and Path(path).is_file()), None)
     if tool is None:
         pytest.skip("compute-sanitizer is not on this machine")
     memcheck = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable, "-c"]

@@ -113,8 +113,8 @@ def test_pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
         one = torch.randn(2, 8, 1, 128, device=place.kind)
         seen = torch.empty(2, 8, 2, 128, device=place.kind)
         lease = ForwardLease().open()
-        for each in layers:
-            each.update(one, one)
+        for layer in layers:
+            layer.update(one, one)
         lease.close()
         place.synchronize()
         with closing(Hold(place, place.lane(known=False))) as hold:

@@ -62,7 +62,7 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch, repeatable(place):
         with install.stock():
             model = models.build("llama", **LARGE).to(place.kind, dtype)
-            inputs = {name: each.to(place.kind) for name, each in models.prompts(3, length).items()}
+            inputs = {name: tensor.to(place.kind) for name, tensor in models.prompts(3, length).items()}
             more = {} if chunk is None else {"prefill_chunk_size": chunk}
             expected = models.generate(model, mode, inputs, TOKENS, **more)
             said = differences(models.generate(model, mode, inputs, TOKENS, **more), expected)
@@ -72,8 +72,8 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         patch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
         patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what is restored does not depend on the time
         with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
-            found = models.generate(model, mode, inputs, TOKENS, **more)
-        said = differences(found, expected)
+            actual = models.generate(model, mode, inputs, TOKENS, **more)
+        said = differences(actual, expected)
         assert not said, said
         assert loads > 3
         place.device.check()

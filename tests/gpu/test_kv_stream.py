@@ -36,7 +36,7 @@ SPARE: Final = 16  # free pages that are not asked for at once; whoever compares
 
 def oldest(tensors: Any) -> list[torch.Tensor]:
     """Copies of the first token, which is on a page that is away first."""
-    return [each[:, :, 0].clone() for each in tensors]
+    return [tensor[:, :, 0].clone() for tensor in tensors]
 
 
 class Cache:
@@ -61,16 +61,16 @@ class Cache:
 
     def read(self, number: int, new: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
         """Appends to one layer, on the current stream; what it shows, and its oldest token, read at once."""
-        found = self.pairs[number][0].update(new, -new)
-        return found, oldest(found)
+        read = self.pairs[number][0].update(new, -new)
+        return read, oldest(read)
 
-    def check(self, number: int, new: torch.Tensor, found: Any, early: list[torch.Tensor]) -> None:
+    def check(self, number: int, new: torch.Tensor, read: Any, early: list[torch.Tensor]) -> None:
         """Compares with the stock layer; `found` may be None."""
         right = self.pairs[number][1].update(new, -new)
         if self._place.cuda:
             torch.cuda._sleep(2_000_000)
-        if found is not None:
-            self.compare(found, right)
+        if read is not None:
+            self.compare(read, right)
         self.wrong += sum((mine != theirs).sum() for mine, theirs in zip(early, oldest(right), strict=True))
 
     def update(self, number: int, tokens: int = 1) -> None:
@@ -83,14 +83,14 @@ class Cache:
         drawn = [self.drawn() for _ in self.pairs]
         lane.follow()
         with copies as hold, lane():  # and nothing beside them, as an allocation may wait for what others have left
-            early = [self.read(*each)[1] for each in enumerate(drawn)]
+            early = [self.read(*pair)[1] for pair in enumerate(drawn)]
             hold.keeps(lane.done)
         with lane():
             for number, new in enumerate(drawn):
                 self.check(number, new, None, early[number])
 
-    def compare(self, found: Any, right: Any) -> None:
-        for mine, theirs in zip(found, right, strict=True):
+    def compare(self, actual: Any, right: Any) -> None:
+        for mine, theirs in zip(actual, right, strict=True):
             self.wrong += (mine != theirs).sum()
 
     @property
@@ -198,12 +198,12 @@ def test_pages_are_restored_while_layers_compute(place: Place) -> None:
                 assert all(same), "what somebody holds was not there yet"
                 del held, right, apart, shown
                 with computing():
-                    found = [cache.read(*each) for each in enumerate(drawn)]
+                    reads = [cache.read(*pair) for pair in enumerate(drawn)]
                 for hold in holds:
                     hold.keeps(computing.done)
             with computing():
                 for number in range(LAYERS):
-                    cache.check(number, drawn[number], *found.pop(0))
+                    cache.check(number, drawn[number], *reads.pop(0))
                 cache.tier.client.write_behind(LAYERS)
             computing.lead()
         cache.finish()
@@ -267,21 +267,21 @@ class Interrupted(Cache):
         self.update(number)
         self._when = None
         self._place.synchronize()
-        assert all(bool(each[::61].eq(POISON).all()) for each in self._held), "somebody took it for a slot"
+        assert all(bool(memory[::61].eq(POISON).all()) for memory in self._held), "somebody took it for a slot"
         self._held.clear()
         self._place.empty_cache()
 
-    def compare(self, found: Any, right: Any) -> None:
+    def compare(self, actual: Any, right: Any) -> None:
         if self._when == "before":
             self._take()
-        super().compare(found, right)
+        super().compare(actual, right)
         if self._when == "after":
             self._take()
 
     @property
     def in_slots(self) -> int:
         """Pages that they have."""
-        return sum(each.range.backed for each in self.tier.client.way._slots._slots)
+        return sum(slot.range.backed for slot in self.tier.client.way._slots._slots)
 
     def _take(self) -> None:
         device, before = self._place.device, self.in_slots

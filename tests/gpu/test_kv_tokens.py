@@ -68,8 +68,8 @@ def test_threads_generate_at_once(place: Place) -> None:
         lane.follow()
         for _ in range(4 if place.cuda else 1):
             with lane():
-                found = models.generate(model, "greedy", prompts[number], TOKENS)
-                assert not differences(found, expected[number]), f"thread {number}"
+                actual = models.generate(model, "greedy", prompts[number], TOKENS)
+                assert not differences(actual, expected[number]), f"thread {number}"
         lane.lead()
 
     with testing.manage(model, chaos=3), ThreadPoolExecutor(3) as threads:

@@ -39,12 +39,12 @@ def the_last_token_is_found(place: Place, tokens: int, dtype: str) -> None:
             mask = torch.rand(BATCH, 1, 1, tokens, device=place.kind) < 0.9
             mask[..., -1] = True
         right = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=8.0)
-        found = F.scaled_dot_product_attention(query, seen, shown, attn_mask=mask, scale=8.0)
+        attended = F.scaled_dot_product_attention(query, seen, shown, attn_mask=mask, scale=8.0)
     assert seen.shape == shape
     if tokens == longest(BATCH, HEADS, DIM, DIM, kind.itemsize):
         assert INT32 - 2 * seen.stride(2) <= (tokens - 1) * seen.stride(2) < INT32
-    assert torch.allclose(found.float(), values[:, :, -1:].float(), atol=1e-2), "the newest token was not found"
-    assert torch.allclose(found.float(), right.float(), rtol=0, atol=1e-3 if kind == torch.float32 else 1e-2)
+    assert torch.allclose(attended.float(), values[:, :, -1:].float(), atol=1e-2), "the newest token was not found"
+    assert torch.allclose(attended.float(), right.float(), rtol=0, atol=1e-3 if kind == torch.float32 else 1e-2)
 
 
 @pytest.mark.gpu

@@ -35,13 +35,13 @@ def test_stalls_are_told_from_work(place: Place) -> None:
         if place.cuda:
             assert pace.drain() == [], "it is not over, and nobody waits for it"
         place.synchronize()
-        (found,) = pace.drain()
-        assert found.point == HERE
-        assert 0 <= found.stall <= found.total
-        assert 0 < found.seconds <= found.total
+        (step,) = pace.drain()
+        assert step.point == HERE
+        assert 0 <= step.stall <= step.total
+        assert 0 < step.seconds <= step.total
         if place.cuda:
-            assert 0.25 < found.stall / found.total < 0.75
-            assert 0.25 < found.seconds / found.total < 0.75
+            assert 0.25 < step.stall / step.total < 0.75
+            assert 0.25 < step.seconds / step.total < 0.75
 
 
 @scene()

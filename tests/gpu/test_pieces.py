@@ -126,8 +126,8 @@ def test_two_caches_in_turn_are_each_their_own(place: Place) -> None:
     inner: list[models.Output] = []
     with decoding(model):
         answer(model, asked[0])
-        found = answer(model, asked[0], **between(lambda step: inner.append(answer(model, asked[1])), at=6))
-        assert not apart(found, expected[0])
+        actual = answer(model, asked[0], **between(lambda step: inner.append(answer(model, asked[1])), at=6))
+        assert not apart(actual, expected[0])
         assert [apart(one, expected[1]) for one in inner] == [""]
 
 
@@ -147,7 +147,7 @@ def test_graphs_of_one_batch_do_not_serve_another(place: Place) -> None:
 def test_tokens_are_stocks_after_eviction_and_return(place: Place) -> None:
     """The budget shrinks within a call until layers and KV have gone to the host, and grows again."""
     model = models.build("llama", hidden_size=512, num_hidden_layers=4, max_position_embeddings=2048).to(place.kind)
-    given = {name: each.to(place.kind) for name, each in models.prompts(8, 512).items()}
+    given = {name: tensor.to(place.kind) for name, tensor in models.prompts(8, 512).items()}
     expected = answer(model, given, 24)
 
     def budget(pages: int) -> None:
@@ -167,9 +167,9 @@ def test_tokens_are_stocks_after_eviction_and_return(place: Place) -> None:
         most = place.device.snapshot()["physical_peak"] // place.page
         steps = {4: most // 2, 8: most // 4, 12: 256, 16: most // 3, 20: 256}
         for _ in range(2):
-            found = answer(model, given, 24, **between(lambda step: budget(steps[step]) if step in steps else None))
-            assert not apart(found, expected)
-            del found
+            actual = answer(model, given, 24, **between(lambda step: budget(steps[step]) if step in steps else None))
+            assert not apart(actual, expected)
+            del actual
         copied = ballonet.stats().copied
         assert copied.weights_h2d + copied.kv_h2d + copied.weights_d2h + copied.kv_d2h > 0, "no page has moved"
         budget(256)

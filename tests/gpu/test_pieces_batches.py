@@ -20,9 +20,9 @@ RECORDED = 3  # first steps of a program, which are computed eagerly, and looked
 def stock(place: Place, model: Any, asked: list[list[int]]) -> list[Answer]:
     """What a model answers that nothing manages."""
     with in_order():
-        found = answers(model, asked, NEW, num_blocks=16 * len(asked))
+        actual = answers(model, asked, NEW, num_blocks=16 * len(asked))
     place.synchronize()
-    return found
+    return actual
 
 
 @scene(only="cuda", pages=256)
@@ -30,11 +30,11 @@ def test_decoding_steps_of_loops_are_replayed_with_rows_padded_to_few_sizes(plac
     """Up to eight requests at once have one program, nine another one."""
     model = build("llama").to(place.kind)
     asked = [prompts(count, 6) for count in (3, 5, 8, 9, 4)]
-    expected = [stock(place, model, each) for each in asked]
+    expected = [stock(place, model, prompts) for prompts in asked]
     with ballonet.manage(model) as managed:
-        for each, right, programs in zip(asked, expected, (1, 1, 1, 2, 2), strict=True):
+        for prompts, right, programs in zip(asked, expected, (1, 1, 1, 2, 2), strict=True):
             before = replays(managed)
-            assert answers(model, each, NEW) == right
+            assert answers(model, prompts, NEW) == right
             assert captures(managed) == programs
             assert replays(managed) - before >= NEW - 1 - RECORDED, "steps were computed eagerly"
         assert not managed.report().pieces.why
@@ -47,9 +47,9 @@ def test_loops_of_two_models_at_once_are_replayed_each_by_its_own_graphs(place: 
     expected = [stock(place, model, asked) for model in both]
     managed = [ballonet.manage(model) for model in both]
     for _ in range(2):
-        before = [replays(each) for each in managed]
+        before = [replays(owner) for owner in managed]
         with ThreadPoolExecutor(2) as threads:
             assert list(threads.map(lambda model: answers(model, asked, NEW), both)) == expected
-        assert all(replays(each) - old >= NEW - 1 - RECORDED for each, old in zip(managed, before, strict=True))
-    for each in managed:
-        each.release()
+        assert all(replays(owner) - old >= NEW - 1 - RECORDED for owner, old in zip(managed, before, strict=True))
+    for owner in managed:
+        owner.release()

@@ -140,8 +140,8 @@ def test_change_of_a_model_that_streams_is_in_the_next_call(place: Place, change
     given = prompt("llama", place)
     with small_layers(), decoding(model, interval=2):
         answer(model, given)
-        for each in (model, twin):
-            CHANGES[change](each)
+        for either in (model, twin):
+            CHANGES[change](either)
         expected = answer(twin, given)
         for _ in range(3):
             assert not apart(answer(model, given), expected)
@@ -153,8 +153,8 @@ def test_change_and_back_replays_what_was_captured(place: Place) -> None:
     given = prompt("llama", place)
     with ballonet.manage(model) as managed:
         for epsilon in (1e-6, 0.1, 1e-6, 0.1):
-            for each in (model, twin):
-                each.model.layers[0].input_layernorm.variance_epsilon = epsilon
+            for either in (model, twin):
+                either.model.layers[0].input_layernorm.variance_epsilon = epsilon
             expected = answer(twin, given)
             for _ in range(2):
                 assert not apart(answer(model, given), expected)
@@ -223,9 +223,9 @@ def test_adapters_that_are_switched_between_calls_are_each_their_own(place: Plac
     model, twin = twins(place)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     adapted = []
-    for each in (model, twin):
+    for base in (model, twin):
         torch.manual_seed(1)
-        wrapped = peft.get_peft_model(each, config)
+        wrapped = peft.get_peft_model(base, config)
         wrapped.add_adapter("second", config)
         adapted.append(wrapped)
     given = prompt("llama", place)
@@ -235,7 +235,7 @@ def test_adapters_that_are_switched_between_calls_are_each_their_own(place: Plac
         expected[name] = answer(twin, given)
     with adapted[1].disable_adapter():
         expected[""] = answer(twin, given)
-    assert len({tuple(found.tokens.flatten().tolist()) for found in expected.values()}) == 3
+    assert len({tuple(output.tokens.flatten().tolist()) for output in expected.values()}) == 3
     with ballonet.manage(model) as managed:
         for name in ("default", "second", "default", "", "second", ""):
             with adapted[0].disable_adapter() if not name else nullcontext():
@@ -249,7 +249,7 @@ def test_adapters_that_are_switched_between_calls_are_each_their_own(place: Plac
                 answer(model, given)
                 assert not apart(answer(model, given), expected[name])
     adapted.clear()
-    del wrapped, each
+    del wrapped, base
 
 
 # -- Who watches
@@ -283,19 +283,19 @@ def test_foreign_hooks_are_called_for_every_token(place: Place) -> None:
             answer(model, given)
         for name, register in hooks.items():
             for middle in (False, True):
-                found = {}
+                answers = {}
                 seen.update(model=0, twin=0)
-                for whose, each in (("twin", twin), ("model", model)):
+                for whose, either in (("twin", twin), ("model", model)):
                     handles: list[Any] = []
 
-                    def add(*_: object, handles: list[Any] = handles, each: Any = each, whose: str = whose) -> None:
-                        handles.append(register(each, whose))  # noqa: B023
+                    def add(*_: object, handles: list[Any] = handles, either: Any = either, whose: str = whose) -> None:
+                        handles.append(register(either, whose))  # noqa: B023
 
                     if not middle:
                         add()
-                    found[whose] = answer(each, given, **(between(add, at=6) if middle else {}))
+                    answers[whose] = answer(either, given, **(between(add, at=6) if middle else {}))
                     handles.pop().remove()
-                assert not apart(found["model"], found["twin"]), name
+                assert not apart(answers["model"], answers["twin"]), name
                 if name.startswith("watches"):
                     assert seen["model"] == seen["twin"] > 0, f"{name}, {'in the middle' if middle else 'before'}"
                 assert seen["model"] >= seen["twin"]
@@ -364,12 +364,10 @@ def test_autocast_and_gradients_are_eager_and_right(place: Place) -> None:
         generate = type(model).generate
         while hasattr(generate, "__wrapped__") and "no_grad" not in repr(generate.__closure__):
             generate = generate.__wrapped__
-        found = [
-            torch.stack(type(model).generate.__wrapped__(each, **given, **settings).logits) for each in (model, twin)
-        ]
-        assert torch.equal(*[logits.detach() for logits in found])
+        outputs = [type(model).generate.__wrapped__(either, **given, **settings) for either in (model, twin)]
+        assert torch.equal(*[torch.stack(output.logits).detach() for output in outputs])
         assert replays(managed) >= before
-        del found
+        del outputs
         with torch.inference_mode():
             expected = answer(twin, given)
             for _ in range(3):
@@ -417,9 +415,9 @@ def test_other_streams_of_one_thread_see_each_others_tokens(place: Place) -> Non
             lane = lanes[which]
             lane.follow()
             with lane():
-                found = answer(model, given)
+                actual = answer(model, given)
             lane.lead()
-            assert not apart(found, expected)
+            assert not apart(actual, expected)
 
 
 # -- Calls

@@ -60,19 +60,19 @@ def test_token_by_pieces_takes_a_share_of_stocks_calls(place: Place, padded: boo
     given = prompt("llama", place, padded=padded)
     stock = per_token(model, given)
     with decoding(model) as managed:
-        found = per_token(model, given)
+        calls = per_token(model, given)
         assert managed.report().pieces.captures == 1
-    print(f"{found:.0f} of {stock:.0f} calls, {found / stock:.3f}")
-    assert found <= share * stock
+    print(f"{calls:.0f} of {stock:.0f} calls, {calls / stock:.3f}")
+    assert calls <= share * stock
 
 
 def library() -> Any:
     """The simulated device."""
-    found = ctypes.CDLL("libcuda.so.1")
-    if not hasattr(found, "simgpu_graphs_using"):
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, "simgpu_graphs_using"):
         pytest.skip("a real device does not tell")
-    found.simgpu_graphs_using.restype = ctypes.c_size_t
-    return found
+    driver.simgpu_graphs_using.restype = ctypes.c_size_t
+    return driver
 
 
 def counted() -> Counts:
@@ -175,8 +175,8 @@ def tensors_of(layer: Any) -> list[torch.Tensor]:
 
 
 def live_blocks(pool: Any) -> set[int]:
-    found = torch._C._cuda_memorySnapshot(None)["segments"]
-    ours = [segment for segment in found if tuple(segment["segment_pool_id"]) == tuple(pool._pool)]
+    segments = torch._C._cuda_memorySnapshot(None)["segments"]
+    ours = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool._pool)]
     return {block["address"] for segment in ours for block in segment["blocks"] if block["state"] != "inactive"}
 
 
@@ -207,7 +207,7 @@ def test_pool_with_a_tensor_of_others_is_told(place: Place) -> None:
         crossing = {tensor.untyped_storage().data_ptr() for tensor in tensors} & live_blocks(pool)
         missing = next(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in crossing)
         address = missing.untyped_storage().data_ptr()
-        assert not pool.holds_only([each for each in tensors if each.untyped_storage().data_ptr() != address])
+        assert not pool.holds_only([tensor for tensor in tensors if tensor.untyped_storage().data_ptr() != address])
         del tensors, missing
 
 

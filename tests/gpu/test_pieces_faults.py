@@ -178,9 +178,9 @@ def test_device_that_is_full_at_a_capture_decodes_eagerly(place: Place) -> None:
     with ballonet.manage(model) as managed:
         answer(model, given, 3)
         with mock.patch.object(graph_pool.GraphPool, "_prepare", fill):
-            found = answer(model, given)
+            actual = answer(model, given)
         assert taken[0]
-        assert not apart(found, expected)
+        assert not apart(actual, expected)
         is_whole(place)
         filler.close()
         with by_graphs(managed):
@@ -278,8 +278,8 @@ def test_graphs_of_a_call_that_runs_are_not_given_up(place: Place) -> None:
     with decoding(model) as managed:
         pieces, gave = managed._pieces, list[int]()
         for _ in range(2):
-            found = answer(model, given, **between(lambda _: gave.append(pieces.give_up(10))))
-            assert not apart(found, expected)
+            actual = answer(model, given, **between(lambda _: gave.append(pieces.give_up(10))))
+            assert not apart(actual, expected)
         assert not any(gave)
         assert captures(managed) == 1
         free = place.device.available
@@ -356,8 +356,8 @@ def test_call_goes_on_whatever_is_called_between_two_tokens(place: Place, what: 
         for calls_before in (1, 0):
             if calls_before:
                 answer(model, given)
-            found = answer(model, given, **between(partial(act, managed), at=at))
-            assert not apart(found, expected), f"after token {at}"
+            actual = answer(model, given, **between(partial(act, managed), at=at))
+            assert not apart(actual, expected), f"after token {at}"
         if what == "release":
             assert live_graphs() == 0
             managed = ballonet.manage(model)
@@ -402,9 +402,9 @@ def test_threads_that_generate_with_one_model_get_stocks_tokens(place: Place, st
             return [apart(answer(model, asked[number]), expected[number]) for _ in range(6)]
         lane.follow()
         with lane():
-            found = [answer(model, asked[number]) for _ in range(6)]
+            answers = [answer(model, asked[number]) for _ in range(6)]
             lane.stream.synchronize()
-        return [apart(each, expected[number]) for each in found]
+        return [apart(mine, expected[number]) for mine in answers]
 
     with ballonet.manage(model) as managed, by_graphs(managed), ThreadPoolExecutor(2) as threads:
         said = list(threads.map(say, range(2)))
@@ -424,12 +424,12 @@ def test_two_models_at_once_get_stocks_tokens(place: Place) -> None:
     with ThreadPoolExecutor(2) as threads:
         said = list(threads.map(say, range(2)))
     assert said == [[""] * 5] * 2
-    assert all(replays(each) for each in managed)
-    pools = [each._pieces._pool for each in managed]
+    assert all(replays(owner) for owner in managed)
+    pools = [owner._pieces._pool for owner in managed]
     assert pools[0].handle != pools[1].handle, "steps of two models overlap on one stream"
     assert pools[0]._pool != pools[1]._pool, "two models share a pool"
-    for each in managed:
-        each.release()
+    for owner in managed:
+        owner.release()
 
 
 @scene(only="cuda", pages=128)
@@ -458,9 +458,9 @@ def test_step_for_another_stream_waits_until_the_last_ones_logits_are_copied(pla
                 answer(model, asked[0])
         place.synchronize()
         with first(), mock.patch.object(program.Program, "output", late):
-            found = answer(model, asked[0], **between(ask, at=4))
+            actual = answer(model, asked[0], **between(ask, at=4))
         place.synchronize()
-        assert not apart(found, expected[0])
+        assert not apart(actual, expected[0])
         assert not apart(inner[0], expected[1])
 
 
@@ -517,7 +517,7 @@ def test_graphs_that_compute_something_else_are_never_replayed(place: Place, at:
         pieces = managed.report().pieces
         assert "fine: graphs and eager code differ in" in pieces.why
         assert pieces.way != "fine"
-        assert len([each for each in caught if "fewer graphs" in str(each.message)]) == 1
+        assert len([warning for warning in caught if "fewer graphs" in str(warning.message)]) == 1
 
 
 @scene(only="cuda", pages=128)

@@ -99,8 +99,8 @@ def checks_of_all_guesses(at: Scene) -> Iterator[Any]:
     with nothing(at) as managed:
         yield managed
         plans = managed._pieces._plans.items()
-        checks = [found for key, found in plans if any((1, GUESSED + 1) in part for part in key if type(part) is tuple)]
-        assert any(found.replays(found.call) for found in checks), "no check of so many tokens is one by graphs"
+        checks = [plan for key, plan in plans if any((1, GUESSED + 1) in part for part in key if type(part) is tuple)]
+        assert any(plan.replays(plan.call) for plan in checks), "no check of so many tokens is one by graphs"
 
 
 @contextmanager

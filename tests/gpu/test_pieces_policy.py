@@ -42,8 +42,8 @@ def test_a_model_decodes_as_its_configuration_foretells_and_its_steps_are_learne
     assert (report.way, bool(report.why)) == (way, bool(why))
     assert timings.record is not None
     assert {point.phase for point in timings.record.points} == {"prefill", "decode" if way == "eager" else "pieces"}
-    found, left = measured(model, pace_of(managed), Record({}, 1.0), Grid(batch=1, length=8))
-    assert (found.decoding, left) == ("decode" if way == "eager" else "pieces", {})
+    times, left = measured(model, pace_of(managed), Record({}, 1.0), Grid(batch=1, length=8))
+    assert (times.decoding, left) == ("decode" if way == "eager" else "pieces", {})
 
 
 @scene(pages=128)

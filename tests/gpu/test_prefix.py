@@ -44,8 +44,8 @@ class Talk:
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
         if self._cache is not None:
             settings["past_key_values"] = self._cache
-        found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        answer: Ids = found[0, ids.shape[1] :].tolist()
+        tokens = self._model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        answer: Ids = tokens[0, ids.shape[1] :].tolist()
         self.said += answer
         return answer
 
@@ -71,8 +71,8 @@ def expected(model: Any, place: Place, seeds: range) -> list[list[Ids]]:
     return [[talk.turn(count) for count in words(place)] for talk in talks]
 
 
-def compare(found: list[list[Ids]], wanted: list[list[Ids]]) -> None:
-    for talk, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+def compare(actual: list[list[Ids]], wanted: list[list[Ids]]) -> None:
+    for talk, (mine, theirs) in enumerate(zip(actual, wanted, strict=True)):
         for turn, (answer, right) in enumerate(zip(mine, theirs, strict=True)):
             assert answer == right, f"conversation {talk}, turn {turn}: {answer}, by hand {right}"
 
@@ -98,17 +98,17 @@ def test_conversations_while_pages_move(place: Place, chaos: int | None) -> None
     wanted = expected(model, place, seeds)
     managed = testing.manage(model, interval=None, prefix_cache=True, chaos=chaos)
     talks, lanes = [Talk(model, place, seed) for seed in seeds], [place.lane() for _ in range(3)]
-    found: list[list[Ids]] = [[] for _ in seeds]
+    actual: list[list[Ids]] = [[] for _ in seeds]
     for turn, count in enumerate(words(place)):
         for number, talk in enumerate(talks):
             with lanes[(turn + number + turn // 3) % len(lanes)]():
                 if turn % 2:
                     place.sleep()
-                found[number].append(talk.turn(count))
+                actual[number].append(talk.turn(count))
         if chaos is None:
             place.empty_cache()
             squeeze(place)
-    compare(found, wanted)
+    compare(actual, wanted)
     assert managed.prefixes is not None
     assert managed.prefixes.counts.hits >= 3 * words(place)[0], "the first turn was computed again"
     assert chaos or ballonet.stats().copied.kv_d2h > 0, "nothing had to leave"
@@ -126,8 +126,8 @@ def test_threads_that_talk_at_once(place: Place) -> None:
         return [talk.turn(count) for count in words(place)]
 
     with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(speak, range(3)))
-    compare(found, [wanted[number % 2] for number in range(3)])
+        actual = list(threads.map(speak, range(3)))
+    compare(actual, [wanted[number % 2] for number in range(3)])
 
 
 def in_files(place: Place, folder: str, again: bool) -> None:
@@ -141,14 +141,16 @@ def in_files(place: Place, folder: str, again: bool) -> None:
 
     class Noted(saving.SavedRun):
         def __init__(self, saved: Saved, *rest: Any) -> None:
-            pinned.extend(torch.frombuffer(each.data, dtype=torch.uint8).is_pinned() for each in saved.tensors.values())
+            pinned.extend(
+                torch.frombuffer(saving.data, dtype=torch.uint8).is_pinned() for saving in saved.tensors.values()
+            )
             super().__init__(saved, *rest)
 
     talk, ones = Talk(model, place, 0), torch.ones(64, device=place.kind)
-    found: list[Ids] = []
+    actual: list[Ids] = []
     with patch.object(saving, "SavedRun", Noted):
         for count in words(place):
-            found.append(talk.turn(count))
+            actual.append(talk.turn(count))
             deadline, written = time.monotonic() + 600, False
             while not written:
                 assert time.monotonic() < deadline
@@ -156,7 +158,7 @@ def in_files(place: Place, folder: str, again: bool) -> None:
                 written = prefixes.flush(0)
                 assert captured.replay()[0].eq(3).all().item()
                 del captured
-    compare([found], wanted)
+    compare([actual], wanted)
     assert pinned.count(place.cuda) == len(pinned)
     assert bool(pinned) == (prefixes.counts.on_disk >= 256) == again
     assert list(Path(folder).iterdir())

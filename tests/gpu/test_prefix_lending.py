@@ -86,21 +86,23 @@ class Speaker:
         managed model had, and computes the others: so kernels get the same sizes, and round the same."""
         for talk, asked in self.asked.items():
             cache = DynamicCache(config=self.model.config)
-            for turn, each in enumerate(asked):
-                more = cache.get_seq_length() - each.reused
+            for turn, asked_turn in enumerate(asked):
+                more = cache.get_seq_length() - asked_turn.reused
                 assert more >= 0
-                if each.reused and more:
+                if asked_turn.reused and more:
                     cache.crop(-more)
                 elif more:
                     cache = DynamicCache(config=self.model.config)
-                right = self._answer(each.prompt, past_key_values=cache)
-                assert each.answer == right, f"conversation {talk}, turn {turn}: {each.answer}, by hand {right}"
+                right = self._answer(asked_turn.prompt, past_key_values=cache)
+                assert asked_turn.answer == right, (
+                    f"conversation {talk}, turn {turn}: {asked_turn.answer}, by hand {right}"
+                )
 
     def _answer(self, prompt: Ids, **more: Any) -> Ids:
         ids = torch.tensor([prompt], device=self._place.kind)
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, **more}
-        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        answer: Ids = found[0, len(prompt) :].tolist()
+        tokens = self.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        answer: Ids = tokens[0, len(prompt) :].tolist()
         return answer
 
 
@@ -159,20 +161,20 @@ class Pair:
 
 def pulled() -> int:
     """Pages that were taken back so far."""
-    found = ballonet.stats().events.get("lend", {})
-    return sum(found[verb].pages for verb in ("pull", "yield") if verb in found)
+    lent = ballonet.stats().events.get("lend", {})
+    return sum(lent[verb].pages for verb in ("pull", "yield") if verb in lent)
 
 
 def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
     """Some tokens of all pages that are kept of these conversations: the current stream reads them all. When this
     returns nobody says any more that they are in use."""
-    store, found = borrower.store, []
+    store, kept = borrower.store, []
     for asked in (borrower.asked[talk][-1] for talk in talks):
         ids = [*asked.prompt, *asked.answer]
         with store.read(ids, store.identity(), 0, len(ids) - 1) as parts:
             for layer in () if parts is None else parts.layers:
-                found += [each[:, :, ::64].clone() for each in parts(layer)]
-    return found
+                kept += [part[:, :, ::64].clone() for part in parts(layer)]
+    return kept
 
 
 @scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
@@ -214,7 +216,9 @@ def test_models_take_their_pages_back(place: Place) -> None:
             worker.ask(back, 40)
         place.device.check()
     for speaker in pair.speakers:
-        assert any(each.reused for asked in speaker.asked.values() for each in asked), "all was computed again"
+        assert any(asked_turn.reused for asked in speaker.asked.values() for asked_turn in asked), (
+            "all was computed again"
+        )
     pair.fill(*pair.speakers)
     before = pulled()
 

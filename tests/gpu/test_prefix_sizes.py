@@ -56,8 +56,8 @@ class Cache:
             length = layer.get_seq_length()
             for start in range(0, length, STEP):
                 end = min(start + STEP, length)
-                for found in (layer.keys, layer.values):
-                    assert bool((found[0, :, start:end] == self.numbers(start, end)).all())
+                for states in (layer.keys, layer.values):
+                    assert bool((states[0, :, start:end] == self.numbers(start, end)).all())
 
 
 @scene(needs_host=True, pages=DEVICE, host_pages=HOST)
@@ -83,9 +83,9 @@ def test_resizing_costs_the_same_whatever_there_is(place: Place) -> None:
         """Driver calls that make, map, move or release pages, and bytes moved, so far."""
         place.synchronize()
         place.device.reap(wait=True)
-        found = place.device.snapshot()
-        calls = sum(number for name, number in found["driver_calls"].items() if name.startswith("cuMem"))
-        return calls, sum(found["copied"].values())
+        snapshot = place.device.snapshot()
+        calls = sum(number for name, number in snapshot["driver_calls"].items() if name.startswith("cuMem"))
+        return calls, sum(snapshot["copied"].values())
 
     for pieces in (4, 40, 4):
         giver, taker = (Cache(place, 1, *((8, 128) if place.cuda else (2, 64))) for _ in range(2))
@@ -108,7 +108,7 @@ def test_resizing_costs_the_same_whatever_there_is(place: Place) -> None:
 @scene(pages=1024)
 def test_lwm_and_qwen3_14b_exchange_40_mib(place: Place) -> None:
     """5 blocks of LWM are 16 of Qwen3-14B, which are 40 MiB: the pages of the one are those of the other."""
-    sizes = [block_bytes(tokens=BLOCK, dim=128, itemsize=2, **each) for each in (QWEN3_14B, LWM)]
+    sizes = [block_bytes(tokens=BLOCK, dim=128, itemsize=2, **shape) for shape in (QWEN3_14B, LWM)]
     exchanged = unit(*sizes, page=place.page)
     assert exchanged == Unit(40 * MIB, worker=16, master=5)
     for _ in range(2):

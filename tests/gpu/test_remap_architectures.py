@@ -114,7 +114,7 @@ def tokens_are_stocks(place: Place, names: tuple[str, ...]) -> None:
     for name in names:
         model = models.build(name).to(place.kind)
         expected = {
-            way: answers(model, name, way, place) for way in {way for each in LEVERS for way in ways(name, each)}
+            way: answers(model, name, way, place) for way in {way for lever in LEVERS for way in ways(name, lever)}
         }
         for lever, pull in LEVERS.items():
             if wanted := ways(name, lever):
@@ -127,7 +127,7 @@ def tokens_are_stocks(place: Place, names: tuple[str, ...]) -> None:
         gc.collect()
         place.synchronize()
     assert not wrong, "\n".join(wrong)
-    assert all(any(found) for found in pulled.values() if found), f"a lever that moved nothing: {pulled}"
+    assert all(any(moved) for moved in pulled.values() if moved), f"a lever that moved nothing: {pulled}"
 
 
 @everywhere

@@ -29,7 +29,7 @@ def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
     rows = 32 if place.cuda else 4
     three = [tiny("llama", place, layers=LAYERS) for _ in range(3)]
     inputs = questions("llama", place.kind)
-    many = {name: torch.cat([each] * rows) for name, each in inputs.items()}
+    many = {name: torch.cat([tensor] * rows) for name, tensor in inputs.items()}
     expected = [models.generate(model, "greedy", inputs, TOKENS) for model in three]
     expected_of_many = models.generate(three[2], "greedy", many, TOKENS)
 
@@ -54,18 +54,18 @@ def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
             assert ballonet.stats().copied.weights_h2d == 0, "something was copied, and nobody has given"
             ballonet.set_budget(pages * place.page)
             a_large_cache()
-            if any(each.report().streamed for each in managed):
+            if any(owner.report().streamed for owner in managed):
                 break
-        assert not any(len(each.report().streamed) == LAYERS for each in managed), "never a whole model"
+        assert not any(len(owner.report().streamed) == LAYERS for owner in managed), "never a whole model"
         for _ in range(2):
             all_say_what_they_said()
             a_large_cache()
-        found = ballonet.stats()
-        assert found.copied.weights_h2d > 0
-        given_up = found.events["host copies"]["revert"].pages if "host copies" in found.events else 0
-        made = found.copied.weights_d2h // found.page_size
-        assert made <= found.host_pages + given_up, "a twin was made twice"
-        assert sum(found.pages.values()) <= pages
+        stats = ballonet.stats()
+        assert stats.copied.weights_h2d > 0
+        given_up = stats.events["host copies"]["revert"].pages if "host copies" in stats.events else 0
+        made = stats.copied.weights_d2h // stats.page_size
+        assert made <= stats.host_pages + given_up, "a twin was made twice"
+        assert sum(stats.pages.values()) <= pages
         ballonet.set_budget(PAGES * place.page)
         for _ in range(6):
             clock.now += LATER

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.gpu
 def sent(device: torch.device) -> list[torch.Tensor]:
     """Tensors of all kinds of sizes, one of them with gaps."""
     torch.manual_seed(0)
-    found = [torch.randn(257, 4096).bfloat16(), torch.randn(64, 64)[:, ::2], torch.arange(5), torch.zeros(0)]
-    return [each.to(device) for each in found]
+    tensors = [torch.randn(257, 4096).bfloat16(), torch.randn(64, 64)[:, ::2], torch.arange(5), torch.zeros(0)]
+    return [tensor.to(device) for tensor in tensors]
 
 
 def ended(store: Store, me: int, peer: int, device: torch.device) -> Link:
@@ -68,13 +68,13 @@ def test_tensors_come_back_as_they_were(peer: str) -> None:
     process.start()
     link = ended(store, 1, 2, device)
     try:
-        for each in sent(device):
-            copy = each.clone()
-            link.send(each, "data", urgent=True)
-            each.zero_()  # what is sent was copied
-            found = link.recv("data", SECONDS)
-            assert found.device == device
-            assert torch.equal(found, copy)
+        for tensor in sent(device):
+            copy = tensor.clone()
+            link.send(tensor, "data", urgent=True)
+            tensor.zero_()  # what is sent was copied
+            received = link.recv("data", SECONDS)
+            assert received.device == device
+            assert torch.equal(received, copy)
         link.send(torch.ones(1, device=device), "end")
         assert link.direct == (peer != "cuda:0")
         process.join(SECONDS)

@@ -141,21 +141,21 @@ def test_requests_that_do_not_fit_wait(place: Place) -> None:
         for left in (96, 36) if place.cuda else (36,):
             filler = place.device.reserve(place.device.budget, "kv", place.device.group())
             filler.map(0, place.device.available - left)
-            found = answers(model, asked, NEW)
+            actual = answers(model, asked, NEW)
             filler.close()
-            assert left == 36 or found == expected
-            for answer, right in zip(found, expected, strict=True):
+            assert left == 36 or actual == expected
+            for answer, right in zip(actual, expected, strict=True):
                 assert answer == right or (place.cuda and "budget" in str(answer.error)), answer.error
 
 
 def alone(model: Any, place: Place, asked: list[list[int]]) -> list[list[int]]:
     """What `generate()` answers."""
-    found = []
+    answers_alone = []
     for prompt in asked:
         ids = torch.tensor([prompt], device=place.kind)
         tokens = model.generate(ids, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
-        found.append(tokens[0, len(prompt) :].tolist())
-    return found
+        answers_alone.append(tokens[0, len(prompt) :].tolist())
+    return answers_alone
 
 
 @scene(pages=256)
@@ -164,7 +164,7 @@ def test_beginnings_that_others_have_computed(place: Place) -> None:
     asked = prompts(8, 60)
     for settings in ({}, {"use_cuda_graph": True}, {"use_async_batching": True}) if place.cuda else ({},):
         model, expected = batched(place, asked, auto_switch_to_flash=False, **settings)
-        right = [each.tokens for each in expected]
+        right = [reply.tokens for reply in expected]
         with tuning(prefixes={"block": BLOCK}), ballonet.manage(model, prefix_cache=True) as managed:
             assert alone(model, place, asked[:4]) == right[:4]
             for _ in range(2):

@@ -45,10 +45,10 @@ def test_layers_wait_for_their_copies(place: Place) -> None:
         place.synchronize()
         with held_copies(place, "device") as hold:
             with lane():
-                found = answer(model, ids)
+                actual = answer(model, ids)
             hold.keeps(lane.done)
         lane.lead()
-        assert torch.equal(found, right)
+        assert torch.equal(actual, right)
 
 
 @scene(needs_host=True, pages=256, host_pages=128)
@@ -65,13 +65,13 @@ def test_copies_wait_for_layers(place: Place) -> None:
             place.synchronize()
             handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: holds.append(Hold(place, lane)))
             with lane():
-                found = answer(model, ids)
+                actual = answer(model, ids)
             handle.remove()
             done = another_copy(place)
             holds[-1].keeps(done.passed)
             holds[-1].close()
             lane.lead()
-            assert torch.equal(found, right), f"layer {layer} was overwritten before it computed"
+            assert torch.equal(actual, right), f"layer {layer} was overwritten before it computed"
             done.wait()
 
 
@@ -92,7 +92,7 @@ def test_copies_wait_for_every_reader(place: Place) -> None:
         holds: list[Hold] = []
         handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: holds.append(Hold(place, late)))
         with late():
-            found = answer(model, ids)
+            actual = answer(model, ids)
         handle.remove()
         with early():
             answer(model, ids)
@@ -102,7 +102,7 @@ def test_copies_wait_for_every_reader(place: Place) -> None:
         holds[0].keeps(done.passed)
         holds[0].close()
         late.lead()
-        assert torch.equal(found, right), "a layer was copied again while a stream read it"
+        assert torch.equal(actual, right), "a layer was copied again while a stream read it"
         done.wait()
         place.synchronize()
 
@@ -114,11 +114,11 @@ def test_weight_written_between_passes_is_copied_again(place: Place) -> None:
     stock, _ = made(place)
     with small_layers(), ballonet.manage(model, interval=1):
         for layer in range(LAYERS):
-            weight, right = (each.model.layers[layer].mlp.down_proj.weight for each in (model, stock))
+            weight, right = (owner.model.layers[layer].mlp.down_proj.weight for owner in (model, stock))
             for _ in range(2):
                 answer(model, ids)
-                for each in (weight, right):
-                    each.data.mul_(1.5)
+                for parameter in (weight, right):
+                    parameter.data.mul_(1.5)
                 assert torch.equal(answer(model, ids), answer(stock, ids)), f"layer {layer} is what it was before"
 
 
@@ -129,8 +129,8 @@ def test_addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
     range_, twin, spare = (place.device.reserve(PAGES * place.page, "weights", group) for _ in range(3))
     (twin.map_host if place.device.host_pages else twin.map)(0, PAGES)
     spare.map(0, PAGES)
-    for each in (twin, spare):
-        over(each, torch.uint8, PAGES * place.page).fill_(7)
+    for memory in (twin, spare):
+        over(memory, torch.uint8, PAGES * place.page).fill_(7)
     assert range_.alias(0, twin, 0, PAGES)
     shown = over(range_, torch.uint8, PAGES * place.page)
     seen = torch.empty_like(shown)
