@@ -69,8 +69,8 @@ format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
 	@$(PY) -m ruff format
 	@$(VENV)/bin/clang-format -i $(CSRC)
 
-sanitize:  ## the core's stress program under ASan/UBSan and under TSan
-	@$(MAKE) --no-print-directory -C tests/native sanitize
+sanitize:  ## the core's stress program under ASan/UBSan and under TSan; QUICK=1: two minutes, as continuous integration does
+	@$(MAKE) --no-print-directory -C tests/native $(if $(QUICK),quick,sanitize)
 
 soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0; PART=serve: requests to two models at once, and a thousand clients
 ifeq ($(PART),serve)
