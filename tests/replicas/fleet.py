@@ -27,7 +27,7 @@ from ballonet.hooks.replicas.process import ReplicaOptions
 from ballonet.hooks.replicas.replica_server import LocalFleet, ReplicaServer
 from ballonet.hooks.replicas.supervisor import Fleet as ReplicaFleet
 from ballonet.hooks.server.application import Address
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT, Replicas
 from ballonet.testing import replica_faults
 from ballonet.testing.replica_faults import Fault

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from ballonet.offload.policy.replicas.microbatches import ChunkSize
+from ballonet.offload.policy.replicas.pipeline import ChunkSize
 
 AZURE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "azure_2023_code.csv"
 

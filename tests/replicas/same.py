@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 
 from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import Killed, NewReplica, PlayedFault
-from ballonet.offload.policy.replicas import actions, events
-from ballonet.offload.policy.replicas.actions import Action
-from ballonet.offload.policy.replicas.decisions import Decision, Entry
+from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.replicas.groups import Group
+from ballonet.offload.policy.replicas.protocol import Action, Decision, Entry
 
-_SAID = (events.Prepared, events.Committed, events.Exchanged, events.Restored)
-_FAILED = (events.PrepareFailed, events.PullFailed, events.Lost, events.Damaged)
+_SAID = (protocol.Prepared, protocol.Committed, protocol.Exchanged, protocol.Restored)
+_FAILED = (protocol.PrepareFailed, protocol.PullFailed, protocol.Lost, protocol.Damaged)
 
 
 @dataclass(slots=True)
@@ -49,10 +48,10 @@ def outline(log: Iterable[Entry]) -> Outline:
         if not isinstance(each, Decision):
             continue
         event = each.event
-        if isinstance(event, events.Arrived):
+        if isinstance(event, protocol.Arrived):
             names[event.request] = len(names)
             found.requests.append(Counter({f"{event.prompt} and {event.new} tokens": 1}))
-        elif isinstance(event, events.Finished | events.Left):
+        elif isinstance(event, protocol.Finished | protocol.Left):
             found.requests[names[event.request]][type(event).__name__] += 1
         elif isinstance(event, _SAID):
             found.said[type(event).__name__, event.epoch, event.member] += 1
@@ -66,27 +65,27 @@ def outline(log: Iterable[Entry]) -> Outline:
 def _note(action: Action, found: Outline, names: dict[str, int], stages: dict[int, int]) -> None:
     kind = type(action).__name__
     match action:
-        case actions.Dispatch() | actions.Hold() | actions.Cancel():
+        case protocol.Dispatch() | protocol.Hold() | protocol.Cancel():
             found.requests[names[action.request]][kind] += 1
-        case actions.Recompute():
+        case protocol.Recompute():
             for name in action.requests:
                 found.requests[names[name]][kind] += 1
-        case actions.Refuse():
+        case protocol.Refuse():
             found.requests[names[action.request]][f"{kind}: {action.reason.value}"] += 1
-        case actions.Prepare():
+        case protocol.Prepare():
             for group in action.groups:
                 if group.is_dropped:
                     stages.update({member: stage for stage, member in enumerate(group.members)})
             found.changes.append((kind, action.epoch, _groups(action.groups), len(action.pulls)))
-        case actions.Commit():
+        case protocol.Commit():
             found.changes.append((kind, action.epoch))
-        case actions.StartRestore():
+        case protocol.StartRestore():
             pulls: dict[int, list[tuple[int, int | None]]] = {}
             for each in action.pulls:
                 source = None if each.source is None else stages[each.source]
                 pulls.setdefault(stages[each.member], []).append((each.layer, source))
             found.changes.append((kind, action.epoch, sorted(pulls.items())))
-        case actions.Decline():
+        case protocol.Decline():
             pass
         case _:
             found.changes.append((kind, action))
@@ -105,10 +104,10 @@ def script(log: Iterable[Entry]) -> tuple[list[RecordedArrival], list[PlayedFaul
     for each in decisions:
         event, at = each.event, each.event.at - first
         match event:
-            case events.Arrived():
+            case protocol.Arrived():
                 arrivals.append(RecordedArrival(at, event.prompt, event.new))
-            case events.Joined():
+            case protocol.Joined():
                 faults.append(NewReplica(at, event.member))
-            case events.Lost():
+            case protocol.Lost():
                 faults.append(Killed(at, event.member))
     return arrivals, faults

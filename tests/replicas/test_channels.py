@@ -34,7 +34,7 @@ from ballonet.hooks.replicas.messages import (
     fingerprint_of,
 )
 from ballonet.hooks.replicas.microbatch_plan import Request
-from ballonet.offload.policy.replicas import actions
+from ballonet.offload.policy.replicas import protocol
 
 from ..pool import take_out
 
@@ -163,10 +163,10 @@ def test_messages_arrive_once_and_in_order_each_way(office: Office) -> None:
 def test_kinds_of_waiting_messages_are_seen_without_taking_them(office: Office) -> None:
     member, end = office.joined()
     office.replicas.post(member, StartTimeline())
-    office.replicas.post(member, actions.Alone(1, member))
-    eventually(lambda: end.has_kind((actions.Alone,)))
+    office.replicas.post(member, protocol.Alone(1, member))
+    eventually(lambda: end.has_kind((protocol.Alone,)))
     assert not end.has_kind((End,))
-    assert [taken(end), taken(end)] == [StartTimeline(), actions.Alone(1, member)]
+    assert [taken(end), taken(end)] == [StartTimeline(), protocol.Alone(1, member)]
 
 
 def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Office) -> None:
@@ -181,9 +181,9 @@ def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Offic
 
 def test_replica_that_joins_again_has_another_number_and_no_message_to_the_old_one(office: Office) -> None:
     member, end = office.joined()
-    office.replicas.post(member, actions.Rejoin(member))
-    office.replicas.post(member, actions.Alone(1, member))
-    assert taken(end) == actions.Rejoin(member)
+    office.replicas.post(member, protocol.Rejoin(member))
+    office.replicas.post(member, protocol.Alone(1, member))
+    assert taken(end) == protocol.Rejoin(member)
     again = end.join(SERVED).member
     assert again == member + 1
     office.replicas.post(member, End())

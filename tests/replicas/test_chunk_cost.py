@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost, is_decode
-from ballonet.offload.policy.replicas.fit_cost import Sample, fit
+from ballonet.offload.policy.replicas.pipeline import ChunkCost, Sample, fit, is_decode
 from ballonet.offload.policy.step_costs import Parts, Step
 
 PLAIN = ChunkCost(2e-9, 1e-5, 5e-3)

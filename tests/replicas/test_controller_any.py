@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas import events
-from ballonet.offload.policy.replicas.actions import Alone, Commit, Discard, Prepare, Recompute, StartRestore
+from ballonet.offload.policy.replicas import protocol
+from ballonet.offload.policy.replicas.protocol import Alone, Commit, Discard, Prepare, Recompute, StartRestore
 
 from .played import MEMORY, Played
 
@@ -67,7 +67,7 @@ PAIRS_ONLY = [
     "settled",
 ]
 STARTS = [script[:length] for script in (SCRIPT, PAIRS_ONLY) for length in range(len(script) + 1)]
-ANSWERS = (events.Prepared, events.Committed, events.Exchanged, events.Restored)
+ANSWERS = (protocol.Prepared, protocol.Committed, protocol.Exchanged, protocol.Restored)
 
 
 def pick(items: object, number: int) -> str | None:
@@ -113,31 +113,31 @@ def move(played: Played, what: str, a: int, b: int) -> None:
             played.arrive(1 + 700 * a, 1 + 100 * b)
         case "finish" | "leave":
             if name := pick(played.where, a):
-                played.on(events.Finished(at, name) if what == "finish" else events.Left(at, name))
+                played.on(protocol.Finished(at, name) if what == "finish" else protocol.Left(at, name))
         case "join":
-            played.on(events.Joined(at, a, MEMORY if b else 310))
+            played.on(protocol.Joined(at, a, MEMORY if b else 310))
         case "lost":
-            played.on(events.Lost(at, member))
+            played.on(protocol.Lost(at, member))
         case "suspect":
             placement = played.controller.cluster.placement(member)
             peers = placement.group.members if placement and b < 6 else (other,)
-            played.on(events.Suspected(at, proposed if b % 2 else epoch, member, peers[b % len(peers)]))
+            played.on(protocol.Suspected(at, proposed if b % 2 else epoch, member, peers[b % len(peers)]))
         case "damaged":
             if name := pick(played.where, b):
-                played.on(events.Damaged(at, epoch, member, name))
+                played.on(protocol.Damaged(at, epoch, member, name))
         case "failed":
-            reason = [*events.Reason][b % 5]
-            kind = events.PrepareFailed if a % 2 else events.PullFailed
+            reason = [*protocol.Reason][b % 5]
+            kind = protocol.PrepareFailed if a % 2 else protocol.PullFailed
             played.on(kind(at, proposed if b % 2 else epoch, member, reason))
         case "one":
             played.on(ANSWERS[b % 4](at, proposed if b < 4 else epoch, member))
         case "old":
             old = max(0, epoch - 1 - b)
-            possible: list[events.Event] = [kind(at, old, member) for kind in ANSWERS]
+            possible: list[protocol.Event] = [kind(at, old, member) for kind in ANSWERS]
             possible += [
-                events.Load(at, member, old, 1, 1, 1, 1),
-                events.Suspected(at, old, member, other),
-                events.Tick(at),
+                protocol.Load(at, member, old, 1, 1, 1, 1),
+                protocol.Suspected(at, old, member, other),
+                protocol.Tick(at),
             ]
             played.on(possible[a % len(possible)])
 
@@ -230,7 +230,7 @@ def test_a_decision_takes_n_log_n_calls(what: str) -> None:
         if what == "lost":
             played.all_prepared()
             played.settled()
-            count = calls(lambda played=played: played.on(events.Lost(played.at, 1)))
+            count = calls(lambda played=played: played.on(protocol.Lost(played.at, 1)))
         counts[replicas] = count
     small = counts[250] / (250 * log2(250))
     assert all(count <= 1.5 * small * replicas * log2(replicas) for replicas, count in counts.items()), counts

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.offload.policy.replicas.actions import (
+from ballonet.offload.policy.replicas.protocol import (
     Cancel,
     Commit,
-    Decline,
-    Discard,
-    Fence,
-    Prepare,
-    Recompute,
-    Refuse,
-    Rejoin,
-    StartRestore,
-)
-from ballonet.offload.policy.replicas.events import (
     Committed,
     Damaged,
+    Decline,
+    Discard,
     Event,
     Exchanged,
+    Fence,
     Joined,
     Load,
     Lost,
+    Prepare,
     Prepared,
     PrepareFailed,
     PullFailed,
     Reason,
+    Recompute,
+    Refuse,
+    Rejoin,
     Restored,
+    StartRestore,
     Suspected,
 )
 
@@ -51,7 +49,6 @@ def test_whatever_fails_in_prepare_discards_the_epoch(what: type[Event], told: t
     asked = {Lost: told, Suspected: (epoch, *told), PrepareFailed: (epoch, *told, reason)}[what]
     assert played.tell(what, *asked)[:2] == [Discard(epoch, reason), Decline(reason)]
     assert played.groups() == ONES - ({told} if what is Lost else set())
-    assert played.controller.freed == 0
     assert not played.tell(Prepared, epoch, 0)  # its epoch is no more
 
 

@@ -14,7 +14,7 @@ from ballonet.hooks.replicas import process
 from ballonet.hooks.replicas.microbatch_plan import Chunk, Request
 from ballonet.hooks.replicas.process import measure_cost, sample_requests
 from ballonet.hooks.replicas.replica_model import HostTimeMarks, SpanRunner
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build

@@ -17,15 +17,32 @@ from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.recording import DecisionFile, read_decisions
 from ballonet.hooks.replicas.supervisor import Supervisor
 from ballonet.hooks.virtual_replicas.run import run
-from ballonet.offload.policy.replicas.actions import Commit, Decline, Dispatch, Fence, Prepare, StartRestore
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.controller import Controller
-from ballonet.offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, replayed, to_line
+from ballonet.offload.policy.replicas.controller import Controller, replayed
 from ballonet.offload.policy.replicas.demand import KVSize
-from ballonet.offload.policy.replicas.drop_gate import Verdict
-from ballonet.offload.policy.replicas.events import Arrived, Damaged, Joined, Load, PrepareFailed, Reason, Tick
+from ballonet.offload.policy.replicas.drops import Pull, Verdict
 from ballonet.offload.policy.replicas.groups import Group, Span
-from ballonet.offload.policy.replicas.restore_plan import Pull
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
+from ballonet.offload.policy.replicas.protocol import (
+    Arrived,
+    Commit,
+    Continued,
+    Damaged,
+    Decision,
+    Decline,
+    Dispatch,
+    Entry,
+    Fence,
+    Joined,
+    Load,
+    Prepare,
+    PrepareFailed,
+    Reason,
+    Setup,
+    StartRestore,
+    Tick,
+    from_line,
+    to_line,
+)
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .test_supervisor import Played, hello, wait
@@ -149,7 +166,7 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
 
     def make(first: Hello) -> Controller:
         log.append(setup)
-        return setup.controller()
+        return Controller.of(setup)
 
     supervisor = Supervisor(
         make,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas.drop_gate import Work, _dealt, drain_seconds, judge
+from ballonet.offload.policy.replicas.drops import Work, _dealt, drain_seconds, judge
 from ballonet.offload.policy.tuning import Replicas
 
 TUNING = Replicas(chunk=512, bubble=0.1, gain=0.05)

@@ -17,8 +17,16 @@ from ballonet.hooks.virtual_replicas.faults import (
     NewReplica,
     PlayedFault,
 )
-from ballonet.offload.policy.replicas.actions import Commit, Discard, Fence, Recompute, StartRestore
-from ballonet.offload.policy.replicas.events import Damaged, Exchanged, Reason
+from ballonet.offload.policy.replicas.protocol import (
+    Commit,
+    Damaged,
+    Discard,
+    Exchanged,
+    Fence,
+    Reason,
+    Recompute,
+    StartRestore,
+)
 
 from .virtual import SLOWLY, Outcome, burst, fleet, outcome
 

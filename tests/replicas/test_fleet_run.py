@@ -14,10 +14,8 @@ from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy, Swa
 from ballonet.hooks.virtual_replicas.run import POLICIES, run
 from ballonet.hooks.virtual_replicas.virtual_link import Wire
 from ballonet.hooks.virtual_replicas.virtual_time import VirtualTime, VirtualWakeup
-from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, StartRestore
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.decisions import Entry
-from ballonet.offload.policy.replicas.events import Reason
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
+from ballonet.offload.policy.replicas.protocol import Commit, Decline, Entry, Prepare, Reason, StartRestore
 
 from .virtual import COST, KV, SHAPE, SLOW, burst, decided, fleet, outcome
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ballonet.offload.policy.replicas.actions import Decline, Prepare
-from ballonet.offload.policy.replicas.drop_gate import Work
-from ballonet.offload.policy.replicas.events import Load
-from ballonet.offload.policy.replicas.group_work import busiest, merged_work, split, work_of
+from ballonet.offload.policy.replicas.controller import busiest, merged_work, split, work_of
+from ballonet.offload.policy.replicas.drops import Work
 from ballonet.offload.policy.replicas.groups import Group, Span
-from ballonet.offload.policy.replicas.request_book import RequestEntry
+from ballonet.offload.policy.replicas.protocol import Decline, Load, Prepare
+from ballonet.offload.policy.replicas.requests import RequestEntry
 
 from .played import KV, Played
 

@@ -19,9 +19,7 @@ from statistics import median
 import pytest
 
 from ballonet.hooks.replicas.recording import read_decisions
-from ballonet.offload.policy.replicas.actions import Alone
-from ballonet.offload.policy.replicas.decisions import Decision
-from ballonet.offload.policy.replicas.events import Committed, Load, Lost
+from ballonet.offload.policy.replicas.protocol import Alone, Committed, Decision, Load, Lost
 from ballonet.testing.replica_faults import Fault
 
 from .fleet import LAYERS, Answer, Fleet, Stock, drawn, made, serving

@@ -18,9 +18,8 @@ from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.replicas.supervisor import FleetState
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
-from ballonet.offload.policy.replicas.actions import Commit, Prepare
-from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, replayed
-from ballonet.offload.policy.replicas.events import Arrived, Joined
+from ballonet.offload.policy.replicas.controller import replayed
+from ballonet.offload.policy.replicas.protocol import Arrived, Commit, Decision, Entry, Joined, Prepare, Setup
 
 from .fleet import EAGER, Answer, Asked, Stock, drawn, made, serving
 from .same import outline, script

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator.errors import ConfigError
-from ballonet.offload.policy.replicas.memory_fit import check_fits, share
+from ballonet.offload.policy.replicas.processes import check_fits, share
 
 from .. import programs
 

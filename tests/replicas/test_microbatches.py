@@ -10,11 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.hooks.server.load import read
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.microbatches import Batch, ChunkSize, by_tokens, equal_cost, fig11
+from ballonet.offload.policy.replicas.pipeline import Batch, ChunkCost, ChunkSize, equal_cost
 
 from .lengths import AZURE, chunks, made
 from .pipeline_time import evenly, floor, pipeline_time
+
+
+def by_tokens(chunks: list[ChunkSize], most: int) -> list[Batch]:
+    """Batches of `most` new tokens each (Sarathi-Serve)."""
+    made: list[Batch] = []
+    room = 0
+    for chunk in chunks:
+        rest = chunk
+        while rest.new:
+            if not room:
+                made.append([])
+                room = most
+            part, rest = rest.cut(min(room, rest.new))
+            made[-1].append(part)
+            room -= part.new
+    return made
+
+
+def fig11(chunks: list[ChunkSize], least: int, cost: ChunkCost) -> list[Batch]:
+    """Batches halved by cost until they have `least` tokens or fewer, as printed but for its errata (KunServe Fig. 11;
+    pipeline.py, Note [Look ahead])."""
+    if sum(chunk.new for chunk in chunks) <= max(1, least):
+        return [list(chunks)] if chunks else []
+    halves = equal_cost(chunks, 2, cost)
+    return halves if len(halves) < 2 else [part for half in halves for part in fig11(half, least, cost)]
+
 
 COST = ChunkCost(4e-9, 1e-5, 4e-3)  # at 2,500 tokens attention to them takes as long as all else
 APART = ChunkCost(4e-9, 1e-5, 4e-3, square=7e-9, prefix=1e-7, decode=ChunkCost(0.0, 2e-5, 3e-3, prefix=1e-7))
@@ -92,5 +117,3 @@ def test_decoding_requests_are_never_cut_and_one_that_is_dear_has_a_batch() -> N
 def test_batches_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="0 batches"):
         equal_cost([], 0, COST)
-    with pytest.raises(ValueError, match="0 tokens"):
-        by_tokens([], 0)

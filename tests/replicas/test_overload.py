@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.offload.policy.replicas.heartbeat import Heartbeat
-from ballonet.offload.policy.replicas.overload import Calm, Growth, Usage, is_overloaded
+from ballonet.offload.policy.replicas.cluster import Heartbeat
+from ballonet.offload.policy.replicas.demand import Calm, Growth, Usage, is_overloaded
 from ballonet.offload.policy.tuning import Replicas
 
 TUNING = Replicas(full=0.95, calm=0.5, dwell=10.0, looks=8, silent=1.0, iterations=5, remembered=3)

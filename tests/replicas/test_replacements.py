@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballonet.offload.policy.replicas.replacements import Replacements
+from ballonet.offload.policy.replicas.processes import Replacements
 from ballonet.offload.policy.tuning import Replicas
 
 TUNING = Replicas(starts=3, steady=60.0, start_wait=0.5, longest_wait=4.0)

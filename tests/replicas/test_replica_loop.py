@@ -24,11 +24,11 @@ from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.splice.splice import Splice
-from ballonet.offload.policy.replicas import events
-from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
+from ballonet.offload.policy.replicas import protocol
+from ballonet.offload.policy.replicas.cluster import Heartbeat
+from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
-from ballonet.offload.policy.replicas.heartbeat import Heartbeat
-from ballonet.offload.policy.replicas.restore_plan import Pull
+from ballonet.offload.policy.replicas.protocol import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
 
 from ..models import build
 from ..pool import take_out
@@ -113,7 +113,7 @@ class Watched(Desk):
     def post(self, *messages: Message) -> None:
         super().post(*messages)
         for message in messages:
-            if self._heart is not None and isinstance(message, events.Load):
+            if self._heart is not None and isinstance(message, protocol.Load):
                 self.loads += 1
                 self.dead |= self._heart.is_dead(now := self._clock())
                 self._heart.beat(now, message.progress)
@@ -137,7 +137,7 @@ class Loops:
         ]
         for n in (0, 1):
             self.tell(n, Alone(n + 1, n))
-            self.until(events.Committed(0.0, n + 1, n))
+            self.until(protocol.Committed(0.0, n + 1, n))
 
     def _connecting(self, me: int) -> Any:
         def connect(epoch: int, peer: int) -> Pumped:
@@ -199,9 +199,9 @@ class Loops:
 
     def drop(self, epoch: int) -> None:
         self.tell_all(Prepare(epoch, PAIR))
-        self.both(events.Prepared, epoch)
+        self.both(protocol.Prepared, epoch)
         self.tell_all(Commit(epoch))
-        self.both(events.Committed, epoch)
+        self.both(protocol.Committed, epoch)
 
 
 @pytest.fixture(scope="module")
@@ -256,19 +256,19 @@ def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Requ
     loops.ask(1, 2, asked[2])
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     assert [held.dropped for held in loops.holds] == [(), ()]
     loops.tell_all(Commit(3))
     loops.ask(0, 3, asked[3])  # before it has taken up the epoch
-    loops.both(events.Committed, 3)
+    loops.both(protocol.Committed, 3)
     assert [held.dropped for held in loops.holds] == [(2, 3), (0, 1)]
-    loops.both(events.Exchanged, 3)
+    loops.both(protocol.Exchanged, 3)
     assert all(each.kv_bytes > 0 and each.layers == 2 for each in loops.counted())
     loops.step(3)
     loops.tell_all(Prepare(4, ONES))
-    loops.both(events.Prepared, 4)
+    loops.both(protocol.Prepared, 4)
     loops.tell_all(StartRestore(4, PULLS))
-    loops.both(events.Restored, 4)
+    loops.both(protocol.Restored, 4)
     assert [held.dropped for held in loops.holds] == [(), ()]
     assert [(each.layer_bytes, each.layers) for each in loops.counted()] == [
         (weight_bytes(loops, 1, (0,)), LAYERS),
@@ -276,8 +276,8 @@ def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Requ
     ]
     loops.tell_all(Commit(4, homes=(("q0", 0), ("q1", 1), ("q2", 1), ("q3", 0))))
     loops.ask(1, 4, asked[4])
-    loops.both(events.Committed, 4)
-    loops.both(events.Exchanged, 4)
+    loops.both(protocol.Committed, 4)
+    loops.both(protocol.Exchanged, 4)
     assert loops.answers(asked) == right
     assert {each.assignment for each in loops.heard(Told)} == {1}
 
@@ -320,7 +320,7 @@ def test_who_takes_a_layer_in_from_a_slow_peer_is_not_taken_for_dead(loops: Loop
     loops.desks[0].judge()
     before = loops.clocks[0]()
     loops.tell(0, StartRestore(3, (Pull(0, 2, 1), Pull(0, 3, 1))))
-    loops.until(events.Restored(0.0, 3, 0))
+    loops.until(protocol.Restored(0.0, 3, 0))
     assert loops.clocks[0]() > before + 2
     assert not loops.desks[0].dead
 
@@ -330,12 +330,12 @@ def test_a_request_that_comes_before_the_others_of_its_group_is_begun(
 ) -> None:
     """The first stage has no KV to wait for, and the second one is late."""
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     loops.tell(0, Commit(3))
     for _ in range(20):
         loops.loops[0].step()
     loops.tell(1, Commit(3))
-    loops.both(events.Committed, 3)
+    loops.both(protocol.Committed, 3)
     loops.ask(0, 3, *asked)
     for _ in range(5):
         loops.loops[0].step()
@@ -349,7 +349,7 @@ def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
     loops.ask(1, 2, *asked[:3])
     loops.step(4)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     link = loops.links[3, 1]
     send, wrong = link.send, iter([True])
 
@@ -360,8 +360,8 @@ def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
 
     link.send = damages  # type: ignore[method-assign]
     loops.tell_all(Commit(3))
-    loops.both(events.Exchanged, 3)
-    [damaged] = loops.heard(events.Damaged)
+    loops.both(protocol.Exchanged, 3)
+    [damaged] = loops.heard(protocol.Damaged)
     assert (damaged.epoch, damaged.member) == (3, 0)
     done = sum(len(each.tokens) for each in loops.heard(Told) if each.request == damaged.request)
     loops.step(20)
@@ -392,23 +392,23 @@ def test_who_goes_on_alone_has_all_its_layers_at_once(
     loops.ask(0, 3, *asked)
     loops.step(4)
     loops.links[3, 0].error = LinkError(3, 1, "planted")
-    loops.until(events.Suspected(0.0, 3, 0, 1))
+    loops.until(protocol.Suspected(0.0, 3, 0, 1))
     before = len(loops.heard(Told))
     loops.step(3)
     assert len(loops.heard(Told)) == before
     assert loops.holds[0].dropped == (2, 3)
     loops.tell(0, Alone(4, 0))
-    loops.until(events.Committed(0.0, 4, 0))
+    loops.until(protocol.Committed(0.0, 4, 0))
     delivered = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
     again = [
         Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: delivered.get(each.name, 0)]))
         for each, tokens in zip(asked, right, strict=True)
     ]
     loops.ask(0, 4, *again, assignment=2)
-    loops.until(events.Restored(0.0, 4, 0))
+    loops.until(protocol.Restored(0.0, 4, 0))
     assert loops.holds[0].dropped == ()
     assert loops.answers(asked) == right
-    assert len(loops.heard(events.Suspected)) == 1
+    assert len(loops.heard(protocol.Suspected)) == 1
 
 
 def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
@@ -416,11 +416,11 @@ def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Req
     loops.ask(1, 2, *asked[3:])
     loops.step(2)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
-    loops.tell_all(Discard(3, events.Reason.TIMEOUT), Commit(3))
+    loops.both(protocol.Prepared, 3)
+    loops.tell_all(Discard(3, protocol.Reason.TIMEOUT), Commit(3))
     assert loops.answers(asked) == right
     assert [held.dropped for held in loops.holds] == [(), ()]
-    assert [each for each in loops.heard(events.Committed) if each.epoch == 3] == []
+    assert [each for each in loops.heard(protocol.Committed) if each.epoch == 3] == []
 
 
 @pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
@@ -432,23 +432,23 @@ def test_a_pipeline_goes_on_where_the_next_epoch_is_given_up_while_a_stage_waits
     loops.ask(0, 3, *asked)
     loops.step(4)
     loops.tell_all(Prepare(4, ONES))
-    loops.both(events.Prepared, 4)
-    given_up = Discard(4, events.Reason.OVERLOAD)
+    loops.both(protocol.Prepared, 4)
+    given_up = Discard(4, protocol.Reason.OVERLOAD)
     loops.tell(0, given_up)
     loops.desks[1].late.extend([*[None] * looks, given_up])
     assert loops.answers(asked) == right
-    assert not loops.heard(events.Suspected)
+    assert not loops.heard(protocol.Suspected)
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (lambda: WeightsFileChanged("a file", "planted"), events.Reason.FILE_CHANGED),
-        (torch.OutOfMemoryError, events.Reason.PAGES),
+        (lambda: WeightsFileChanged("a file", "planted"), protocol.Reason.FILE_CHANGED),
+        (torch.OutOfMemoryError, protocol.Reason.PAGES),
     ],
 )
 def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
-    loops: Loops, error: Callable[[], Exception], reason: events.Reason, monkeypatch: pytest.MonkeyPatch
+    loops: Loops, error: Callable[[], Exception], reason: protocol.Reason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> Iterator[object]:
         raise error()
@@ -458,13 +458,13 @@ def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
     with monkeypatch.context() as planted:
         planted.setattr(loops.holds[1], "prepare", fails)
         loops.tell_all(Prepare(3, PAIR))
-        loops.until(events.PrepareFailed(0.0, 3, 1, reason))
+        loops.until(protocol.PrepareFailed(0.0, 3, 1, reason))
     loops.drop(4)
     monkeypatch.setattr(loops.holds[0], "restore", fails)
     loops.tell_all(Prepare(5, ONES))
-    loops.both(events.Prepared, 5)
+    loops.both(protocol.Prepared, 5)
     loops.tell_all(StartRestore(5, PULLS))
-    loops.until(events.PullFailed(0.0, 5, 0, reason), events.Restored(0.0, 5, 1))
+    loops.until(protocol.PullFailed(0.0, 5, 0, reason), protocol.Restored(0.0, 5, 1))
     assert loops.holds[0].dropped == (2, 3)
 
 
@@ -475,7 +475,7 @@ def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
     loops.ask(0, 1, *asked)
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
 
     def changed(span: Span) -> int:
         raise WeightsFileChanged("a file", "planted")
@@ -483,7 +483,7 @@ def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
     with monkeypatch.context() as planted:
         planted.setattr(loops.holds[0], "drop", changed)
         loops.tell_all(Commit(3))
-        loops.until(events.Suspected(0.0, 3, 0, 1))
+        loops.until(protocol.Suspected(0.0, 3, 0, 1))
     assert loops.holds[0].dropped == ()
     done = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
     loops.tell_all(Alone(4, 0), Alone(4, 1))
@@ -519,10 +519,10 @@ def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loo
     loops.ask(1, 2, *asked)
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     loops.tell_all(Commit(3))
     loops.tell(0, Cancel("q1", 3, (0, 1)))
-    loops.both(events.Exchanged, 3)
+    loops.both(protocol.Exchanged, 3)
     leader = loops.loops[0]._state.leader
     assert leader is not None
     assert {*leader.requests.by_name} == {each.name for each in asked} - {"q1"}
@@ -543,14 +543,14 @@ def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loo
     there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), LinkState.LOST  # type: ignore[misc]
     loops.links[3, 0], loops.links[3, 1] = there, back  # type: ignore[assignment]
     loops.tell(0, Prepare(3, PAIR))
-    loops.until(events.Suspected(0.0, 3, 0, 1))
+    loops.until(protocol.Suspected(0.0, 3, 0, 1))
     assert (loops.loops[0]._change.pending, loops.loops[0]._state.epoch) == (None, 1)
 
 
 def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:
     loops.ask(0, 1, *asked)
     loops.step(8)
-    loads = [each for each in loops.desks[0].heard if isinstance(each, events.Load)]
+    loads = [each for each in loops.desks[0].heard if isinstance(each, protocol.Load)]
     assert [each.progress for each in loads] == sorted({each.progress for each in loads})
     assert max(each.used for each in loads) > loads[0].used
     assert max(each.pending for each in loads) > 0

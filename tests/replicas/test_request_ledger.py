@@ -23,10 +23,10 @@ from ballonet.hooks.replicas.messages import (
     encoded,
 )
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
-from ballonet.offload.policy.replicas import actions, events
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas import protocol
+from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span
-from ballonet.offload.policy.replicas.restore_plan import Pull
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 
 REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), (4,))
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
@@ -39,10 +39,10 @@ MESSAGES: list[Message] = [
     NewTokens("a", 2, (7, 8), "it was lost"),
     Line("loading"),
     JoinRefusal(("torch is 2.12.0, not 2.13.0",)),
-    actions.Prepare(4, (GROUP,), (Pull(2, 3, None), Pull(2, 4, 0))),
-    actions.Commit(4, (("a", 2),)),
-    actions.Discard(4, events.Reason.HOST_MEMORY),
-    events.PrepareFailed(1.5, 4, 2, events.Reason.FILE_CHANGED),
+    protocol.Prepare(4, (GROUP,), (Pull(2, 3, None), Pull(2, 4, 0))),
+    protocol.Commit(4, (("a", 2),)),
+    protocol.Discard(4, protocol.Reason.HOST_MEMORY),
+    protocol.PrepareFailed(1.5, 4, 2, protocol.Reason.FILE_CHANGED),
 ]
 
 

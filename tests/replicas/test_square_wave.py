@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.offload.policy.replicas.actions import Prepare, StartRestore
-from ballonet.offload.policy.replicas.events import Finished, Load
+from ballonet.offload.policy.replicas.protocol import Finished, Load, Prepare, StartRestore
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .played import KV, Cost, Played

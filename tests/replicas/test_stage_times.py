@@ -11,7 +11,7 @@ import torch
 
 from ballonet.hooks.replicas.microbatch_plan import Chunk
 from ballonet.hooks.replicas.replica_model import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 
 from ..tuned import Clock
 from .pipeline_time import evenly, pipeline_time

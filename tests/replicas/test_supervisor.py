@@ -13,10 +13,10 @@ from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
-from ballonet.offload.policy.replicas import actions, events
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.demand import KVSize
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
 COST = ChunkCost(1e-9, 1e-5, 1e-3)
@@ -100,7 +100,7 @@ class Scene:
         """Two replicas are there, and one of them has the request."""
         self.replicas.says(0, hello(0))
         self.replicas.says(1, hello(1))
-        self.replicas.hears(actions.Alone, 2)
+        self.replicas.hears(protocol.Alone, 2)
         assert self.supervisor.submit(Request("a", (1, 2), 3)) is None
         [(self.member, start)] = self.replicas.hears(Start)
         assert isinstance(start, Start)
@@ -155,7 +155,7 @@ def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) 
     wait(lambda: len(scene.replicas.started) == 3)
     assert scene.replicas.started == [(0, None), (1, None), (scene.member, COST)]
     scene.replicas.says(2, hello(scene.member))
-    assert [member for member, _ in scene.replicas.hears(actions.Alone, 3)] == [0, 1, 2]
+    assert [member for member, _ in scene.replicas.hears(protocol.Alone, 3)] == [0, 1, 2]
     assert scene.supervisor.state().replaced == 1
     scene.replicas.ends(1 - scene.member)
     wait(lambda: len(scene.replicas.started) == 4)
@@ -206,7 +206,7 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
     wait(lambda: "late" in [request.name for request, _ in scene.told])
     assert scene.supervisor.waiting == 0
     scene.replicas.says(2, hello(None))
-    scene.replicas.hears(actions.Alone, 3)
+    scene.replicas.hears(protocol.Alone, 3)
     assert scene.supervisor.submit(Request("b", (1,), 1)) is None
 
 
@@ -226,7 +226,7 @@ def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
 def test_who_starts_when_the_server_ends_is_ended() -> None:
     scene = Scene()
     scene.replicas.says(0, hello(0))
-    scene.replicas.hears(actions.Alone)
+    scene.replicas.hears(protocol.Alone)
     scene.supervisor.close()
     assert scene.replicas.killed == [1]
     assert [member for member, _ in scene.replicas.hears(End)] == [0]
@@ -248,8 +248,8 @@ def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pyt
 
 def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:
     scene.begins()
-    scene.replicas.says(7, events.Load(0.0, 7, 1, 0, 50, 0, 1))
-    assert scene.replicas.hears(actions.Rejoin) == [(7, actions.Rejoin(7))]
+    scene.replicas.says(7, protocol.Load(0.0, 7, 1, 0, 50, 0, 1))
+    assert scene.replicas.hears(protocol.Rejoin) == [(7, protocol.Rejoin(7))]
 
 
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
@@ -263,7 +263,7 @@ def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
 def test_who_goes_away_is_cancelled(scene: Scene) -> None:
     scene.begins()
     scene.supervisor.cancel("a")
-    [(member, cancel)] = scene.replicas.hears(actions.Cancel)
+    [(member, cancel)] = scene.replicas.hears(protocol.Cancel)
     assert (member, cancel.request) == (scene.member, "a")
     scene.supervisor.cancel("a")
     assert scene.supervisor.submit(Request("a", (1, 2), 3)) is None
@@ -273,12 +273,12 @@ def test_who_goes_away_is_cancelled(scene: Scene) -> None:
 def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
     scene.begins()
     for member in (0, 1):
-        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, 1))
+        scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, 1))
     wait(lambda: not scene.replicas.has())
     while not scene.replicas.killed:
         scene.now += 0.2
         other = 1 - scene.member
-        scene.replicas.says(other, events.Load(0.0, other, other + 1, 0, 50, 0, int(scene.now * 10)))
+        scene.replicas.says(other, protocol.Load(0.0, other, other + 1, 0, 50, 0, int(scene.now * 10)))
         time.sleep(0.15)
     assert scene.replicas.killed == [scene.member]
     assert scene.replicas.hears(End)[0][0] == scene.member
@@ -288,20 +288,20 @@ def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
 def test_one_of_another_machine_that_stands_still_may_join_anew(scene: Scene) -> None:
     scene.begins()
     scene.replicas.says(2, hello(None))
-    scene.replicas.hears(actions.Alone, 3)
+    scene.replicas.hears(protocol.Alone, 3)
     count = 0
     for member in (0, 1, 2):
-        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
+        scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, count))
     wait(lambda: not scene.replicas.has())
     while 2 in scene.supervisor.state().spans:
         scene.now, count = scene.now + 0.2, count + 1
         for member in (0, 1):
-            scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
+            scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, count))
         time.sleep(0.15)
-    assert scene.replicas.hears(actions.Rejoin) == [(2, actions.Rejoin(2))]
+    assert scene.replicas.hears(protocol.Rejoin) == [(2, protocol.Rejoin(2))]
     assert (scene.replicas.killed, scene.supervisor.state().fenced) == ([], 1)
     scene.replicas.says(3, hello(None))
-    assert scene.replicas.hears(actions.Alone, 4)[-1][0] == 3
+    assert scene.replicas.hears(protocol.Alone, 4)[-1][0] == 3
     assert sorted(scene.supervisor.state().spans) == [0, 1, 3]
 
 

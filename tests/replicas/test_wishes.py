@@ -17,7 +17,7 @@ from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.splice.splice import Splice
-from ballonet.offload.policy.replicas import actions, events
+from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
@@ -32,7 +32,7 @@ def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
     """Returns the pending pages of the next load."""
     now[0] += DEFAULT.replicas.beat
     replica.step()
-    return [each.pending for each in supervisor.heard if isinstance(each, events.Load)][-1]
+    return [each.pending for each in supervisor.heard if isinstance(each, protocol.Load)][-1]
 
 
 def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
@@ -50,7 +50,7 @@ def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
         replica = Replica(setup, Wakeup())
         assert duplicates.known
 
-        supervisor.said.append(actions.Alone(1, 0))
+        supervisor.said.append(protocol.Alone(1, 0))
         replica.step()
         assert pending(replica, supervisor, now) == 0
         duplicates.request_drop(7)
