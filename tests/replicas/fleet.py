@@ -1,4 +1,6 @@
-"""A server whose replicas are processes, and whose supervisor is in the test: asked over HTTP, watched from outside."""
+"""Servers whose replicas are processes: with the supervisor in the test, watched from outside, or `ballonet serve` as a
+program, asked by stock clients.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,24 @@ import json
 import math
 import os
 import random
+import re
+import signal
+import socket
+import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TextIO
 
 import pytest
 import torch
 import uvicorn
+from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.control import look
@@ -32,10 +39,30 @@ from ballonet.offload.policy.tuning import DEFAULT, Replicas
 from ballonet.testing import replica_faults
 from ballonet.testing.replica_faults import Fault
 
+from .. import programs
+from ..gpu.forked import Fork
 from ..models import build
 from ..outside import memfd_bytes
 from ..serving.test_server import saved
-from .processes import ENVIRONMENT, free_port, wait
+
+ENVIRONMENT: Final = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """Returns a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait(until: Callable[[], object], failed: Callable[[], object] = lambda: None) -> None:
+    """Returns once that is so; how long that takes is not judged. `failed`: what is said where it will not come; None
+    while it may."""
+    while not until():
+        why = failed()
+        assert why is None, why
+        time.sleep(0.01)
+
 
 LAYERS = 8
 BURST = 18  # requests that replicas of `arguments` have no memory for, all at once
@@ -333,3 +360,106 @@ def serving(
             fleet.close()
             left = [each for each in seen if Path(f"/proc/{each}").exists()]
         assert left == [], "no orphan"
+
+
+PATIENT: Final = ("--silent", "300s")  # a loaded machine makes nobody dead
+SIZES: Final = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
+
+
+class Running:
+    """A server in a `process`, which listens at `url` and writes its lines to a file, `_said`."""
+
+    process: subprocess.Popen[bytes] | Fork
+    url: str
+    _said: TextIO
+
+    def said(self) -> str:
+        """Returns the program's output so far."""
+        return Path(self._said.name).read_text(errors="replace")
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns once that is so; how long that takes is not judged."""
+        wait(until, lambda: None if self.process.poll() is None else self.said())
+
+    def figure(self, name: str) -> float:
+        """The sum of what `/metrics` has by a name."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+class Program(Running):
+    """The server of a model of 8 layers (`made`) on so many replicas, which have joined. `folder`: of the model; `RAY`:
+    arguments that say where replicas are."""
+
+    RAY: tuple[str, ...] = ("--ray", "off")
+    sizes = SIZES + PATIENT
+
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self.model = made(folder)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._said = (folder / "said").open("w+")
+        self.process = self.start(folder, replicas, port)
+        self.wait(lambda: self.said().count("has joined") == replicas)
+
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes] | Fork:
+        """Starts it."""
+        command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *self.sizes]
+        command += self.RAY
+        log = Path(self._said.name)
+        return programs.begun([*command, *self.options(folder)], {**os.environ, **ENVIRONMENT}, log)
+
+    def options(self, folder: Path) -> list[str]:
+        """More arguments of `ballonet serve`."""
+        return ["--batch-tokens", "256"]
+
+    def popen(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
+        """Starts a process whose lines are `said`. `more`: environment."""
+        return subprocess.Popen(command, stderr=self._said, env={**os.environ, **ENVIRONMENT, **more})
+
+    def burst(self, asked: Sequence[Asked]) -> list[str]:
+        """The answers to requests, all asked at once."""
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=1800)
+
+        def ask(each: Asked) -> str:
+            found = client.completions.create(
+                model=self.model, prompt=text_of(each), max_tokens=each.new, temperature=0
+            )
+            return found.choices[0].text
+
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(ask, asked))
+
+    def processes(self) -> list[int]:
+        """The processes of replicas that have joined so far, in that order."""
+        return [int(each) for each in re.findall(r"has joined, process (\d+)", self.said())]
+
+    def children(self) -> list[int]:
+        """The processes that it has started: of its replicas, or where they come from."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(each) for each in path.read_text().split()]
+
+    def end(self) -> int:
+        """SIGTERM, and what it ends with."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
+
+    def kill(self) -> None:
+        """Ends it and what it has started, whatever it does."""
+        for each in (*self.children(), *self.processes(), self.process.pid):
+            if Path(f"/proc/{each}").exists():
+                os.kill(each, signal.SIGKILL)
+        self.process.wait()
+
+
+def given_costs(folder: Path) -> list[str]:
+    """Arguments that leave out to measure what batches take."""
+    path = folder / "costs.json"
+    path.write_text(json.dumps(asdict(COST)))
+    return ["--costs", str(path)]
+
+
+def wait_gone(processes: Sequence[int]) -> None:
+    """Returns once none of them is there any more; how long that takes is not judged."""
+    wait(lambda: not any(Path(f"/proc/{each}").exists() for each in processes))

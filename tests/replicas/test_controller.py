@@ -1,6 +1,6 @@
 """The controller, a function of events: when replicas drop and restore, what becomes of requests, and who is believed.
 
-What replicas do with its actions, and which faults end how, is in test_fault_matrix.py.
+What replicas do with its actions, and which faults end how, is in test_faults.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
-from .grouped import Replicas, install
+from .stages import Replicas, install
 
 LAYERS = 2
 COST = ChunkCost(1e-6, 2e-5, 1e-3)

@@ -22,8 +22,7 @@ from ballonet.hooks.splice.splice import Splice
 from ..models import build
 from ..serving.batches import prompts
 from ..tuned import Tuned
-from .grouped import BLOCK, CHUNK, Told, evenly, requests
-from .in_process import InProcess
+from .stages import BLOCK, CHUNK, InProcess, Told, evenly, requests
 from .test_pipeline import said
 
 PAGE = 16384

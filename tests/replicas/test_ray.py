@@ -21,9 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from .. import programs
-from .fleet import Asked, Stock, drawn, text_of
-from .processes import ENVIRONMENT, free_port, wait
-from .program import Program, given_costs, wait_gone
+from .fleet import ENVIRONMENT, Asked, Program, Stock, drawn, free_port, given_costs, text_of, wait, wait_gone
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'ballonet[replicas]'")
 

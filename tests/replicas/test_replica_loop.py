@@ -34,9 +34,7 @@ from ..models import build
 from ..pool import take_out
 from ..serving.batches import prompts
 from ..tuned import Clock, Tuned
-from .desk import Desk
-from .grouped import BLOCK, CHUNK, answered, requests
-from .in_process import Inbox, MemoryLink
+from .stages import BLOCK, CHUNK, Desk, Inbox, MemoryLink, answered, requests
 
 LAYERS, PAGE = 4, 4096
 PAIR = (Group((0, 1), (Span(0, 2), Span(2, LAYERS))),)

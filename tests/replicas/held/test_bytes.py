@@ -1,4 +1,4 @@
-"""Bytes of layers that are dropped and restored: with any writes, and from any source."""
+"""Bytes of layers that are dropped and restored: with any writes, from any source, piece by piece; checksums."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, WeightsFileChanged
-from ballonet.hooks.replicas.held_layers import HeldLayers, RestoredLayer
+from ballonet.hooks.replicas.held_layers import HeldLayers, RestoredLayer, checksum, cut
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.groups import Span
+from ballonet.offload.residency.weights_file import WeightsFile
 
 from ...models import Output
+from ...streaming.conftest import PAGE
+from ...tuned import Tuned
 from ...weights import CHANGES
 from ..parts import Pipeline, in_one, steps
 from .holding import LAYERS, WRITES, Peer, copied, loaded, logits, pages_of, prepared, say, settled, stocks_logits
@@ -215,3 +218,86 @@ def test_a_file_that_changes_while_layers_are_dropped(
             held.drop(Span(0, 3))
         assert say(model).agrees(stock)
         held.close()
+
+
+# Pieces
+
+
+@pytest.fixture(autouse=True)
+def pages(tuned: Tuned) -> None:
+    """A piece is a page."""
+    tuned(replicas={"moved": PAGE})
+
+
+def test_no_more_than_a_piece_is_moved_between_two_signs_of_life(
+    kind: str, managed: ballonet.Managed, model: Any, held: HeldLayers, original: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file a tensor is a piece, as each is smaller than what is compared at once."""
+    read, came, most = WeightsFile.read, 0, 0
+    from_file = 0
+
+    def counted(self: WeightsFile, start: int, nbytes: int) -> bytes:
+        nonlocal from_file
+        from_file += nbytes
+        return read(self, start, nbytes)
+
+    def moved() -> int:
+        return copied("d2h") + copied("h2d") + from_file
+
+    def told() -> None:
+        nonlocal came, most
+        most, came = max(most, moved() - came), moved()
+
+    monkeypatch.setattr(WeightsFile, "read", counted)
+    layer = sum(each.nbytes for each in model.model.layers[0].parameters())
+    largest = max(each.nbytes for each in model.model.layers[0].parameters())
+    list(held.prepare(()))  # finds the files
+    before = came = moved()
+    held.pieces.on_progress = told
+    list(held.prepare(range(LAYERS)))
+    assert bool(from_file) == (kind == "file")
+    assert moved() - before > 0.9 * LAYERS * layer
+    held.drop(Span(0, 2))
+    list(held.restore((2, 3)))
+    list(held.restore((4, 5), Peer(original)))
+    told()
+    assert most <= max(PAGE, largest) < layer / 2
+
+
+def test_copies_are_cut_into_pieces() -> None:
+    parts = [(0, 100, 3), (10, 200, 9), (30, 300, 4)]
+    assert list(cut(parts, 5)) == [
+        [(0, 100, 3), (10, 200, 2)],
+        [(12, 202, 5)],
+        [(17, 207, 2), (30, 300, 3)],
+        [(33, 303, 1)],
+    ]
+    assert list(cut(parts, 16)) == [parts]
+    assert list(cut([], 5)) == []
+
+
+# Checksums
+
+
+def test_checksums_see_every_byte_and_where_it_is() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for nbytes in (1, 7, 8, 4096 * 8, 4096 * 8 + 3, 3 * 4096 * 8 + 77):
+        tensor = torch.randint(0, 256, (nbytes,), generator=generator).to(torch.uint8)
+        same = checksum(tensor)
+        assert checksum(torch.cat([tensor[:1], tensor])[1:]) == same, "at an odd address"
+        for at in {0, nbytes // 2, nbytes - 1}:
+            other = tensor.clone()
+            other[at] ^= 128
+            assert checksum(other) != same
+            moved = tensor.roll(at or 1)
+            assert torch.equal(moved, tensor) or checksum(moved) != same
+    rows = torch.randint(-(2**62), 2**62, (256, 4096), generator=generator)  # each a block of its own, or a part of one
+    for wide in (rows, rows.view(-1, 1024), rows.view(-1, 256)):
+        other = wide.clone()
+        other[[0, 1]] = other[[1, 0]]
+        assert checksum(other) != checksum(wide)
+    one = torch.arange(24.0)
+    assert checksum(one.view(4, 6)) != checksum(one.view(6, 4))
+    assert checksum(one.view(4, 6).t()) == checksum(one.view(4, 6).t().contiguous())
+    assert checksum(one) != checksum(one.view(torch.int32))
+    assert checksum(one.to(torch.bfloat16)) != checksum(one)

@@ -1,4 +1,4 @@
-"""`ballonet serve --replicas` as a program: that nothing of it is left at its end."""
+"""`ballonet serve --replicas` as a program: clients get the answers of stock, and nothing of it is left at its end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,54 @@ from pathlib import Path
 
 import pytest
 
+from ballonet.hooks.virtual_replicas.costs import read_costs
 from ballonet.testing import replica_faults
 
-from .fleet import NEEDS_ALL, Asked, drawn, made, post
-from .processes import ENVIRONMENT, free_port, wait
-from .program import Running
+from .fleet import ENVIRONMENT, NEEDS_ALL, Asked, Program, Running, Stock, drawn, free_port, made, post, wait, wait_gone
+
+
+class Measuring(Program):
+    """A program that measures what batches take, and writes it down. Small ones: those are measured soon."""
+
+    def options(self, folder: Path) -> list[str]:
+        return ["--batch-tokens", "48", "--costs", str(folder / "costs.json")]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    found = Measuring(tmp_path_factory.mktemp("model"), 2)
+    try:
+        yield found
+        assert found.end() == 0, found.said()
+        wait_gone(found.processes())
+    finally:
+        if found.process.poll() is None:
+            found.kill()
+
+
+def test_what_was_measured_is_written(program: Program) -> None:
+    cost, fitted = read_costs(Path(program.model) / "costs.json")
+    assert fitted is None
+    assert cost.batch([(0, 100)]) > cost.gamma > 0
+    assert program.said().count("what a batch takes is predicted within") == 2
+
+
+def test_a_replica_that_is_killed_takes_no_answer_with_it(program: Program) -> None:
+    asked = drawn(24)
+    right = Stock(program.model).answers(asked)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(program.burst, asked)
+        program.wait(lambda: program.figure("ballonet_replica_requests") > 0)
+        os.kill(program.processes()[0], signal.SIGKILL)
+        assert answers.result() == right
+    program.wait(
+        lambda: program.figure("ballonet_replicas_replaced_total") and program.figure("ballonet_replicas ") == 2
+    )
+    assert "SIGKILL; another one is started" in program.said()
+
+
+# Its end
+
 
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 
