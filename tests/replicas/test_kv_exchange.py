@@ -275,13 +275,15 @@ class Sent:
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
+    """Cycles of references stay."""
+    gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("no_collections")
 def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of lost KV is needed for layers at once, before a collection of cycles."""
     monkeypatch.setattr(handover, "pieces", lambda *_: iter([Piece("a", 4, 2, n, 1) for n in range(3)]))
@@ -406,15 +408,6 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
             assert devices.require().snapshot()["pages"]["kv"] == fixed + blocks * 4
         assert not told.over
         del current
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """Cycles of references stay."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_collections")

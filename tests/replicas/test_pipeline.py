@@ -1,10 +1,11 @@
 """Groups of stages in one process: the answers of stock continuous batching in any order of stages, ends, cancellation,
-preemption, faults of memory; records between stages, and sampling keyed by seed and position.
+preemption, faults of memory; records between stages, sampling keyed by seed and position, and batches over spans.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import ballonet
 from ballonet.hooks.replicas import kv_exchange
@@ -31,10 +33,13 @@ from ballonet.hooks.replicas.microbatch_plan import (
     tensor_of,
 )
 from ballonet.hooks.replicas.replica_model import SpanRunner
+from ballonet.hooks.splice import splice as splicing
+from ballonet.hooks.splice.forms import Hidden, Logits
+from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 from ..models import build
-from ..serving.batches import answers, prompts
+from ..serving.batches import answers, prompts, stock
 from .stages import BLOCK, CHUNK, PAGE, InProcess, Replicas, Told, answered, evenly, hollow, install, requests
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -442,3 +447,78 @@ def test_numbers_depend_on_seed_and_position_and_fill_the_interval() -> None:
     assert 0 <= min(found) < 0.01
     assert 0.99 < max(found) < 1
     assert uniform(5, 6) == uniform(5, 6) != uniform(6, 5)
+
+
+# Batches over spans of one model: layers that do not run never touch the paged cache
+
+
+PROMPTS = prompts(5, 30)
+STEP = ContinuousBatchProcessor._generation_step
+
+
+class InParts:
+    """Called as the model, runs its layers span by span."""
+
+    def __init__(self, splice: Splice, spans: list[Span]) -> None:
+        self.splice = splice
+        self.spans = spans
+        self.steps = 0
+        self.updated: list[set[int]] = [set() for _ in spans]
+
+    def __call__(self, **inputs: Any) -> Any:
+        cache, given = inputs["cache"], None
+        attention = self.splice.model.config._attn_implementation
+        update, signature = cache.update, inspect.signature(cache.update)
+
+        for number, span in enumerate(self.spans):
+            self.splice.span = span
+
+            def noting(*args: Any, number: int = number, **kwargs: Any) -> Any:
+                self.updated[number].add(signature.bind(*args, **kwargs).arguments["layer_idx"])
+                return update(*args, **kwargs)
+
+            cache.update = noting
+            try:
+                found = SpliceStage(self.splice).run(inputs, given)
+            finally:
+                del cache.update
+            given = found if isinstance(found, Hidden) else None
+        assert isinstance(found, Logits)
+        assert self.splice.model.config._attn_implementation == attention  # also after the proof
+        self.steps += 1
+        return found.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.splice.model, name)
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[InParts]:
+    """Has whatever is batched run in these parts."""
+    found: list[InParts] = []
+    monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", lambda self, model: STEP(self, found[0]))
+    return found
+
+
+@pytest.mark.parametrize("managed", [False, True], ids=["stock", "managed"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "mixtral"])
+def test_a_batch_in_parts_is_the_whole(name: str, managed: bool, in_parts: list[InParts], monkeypatch: Any) -> None:
+    monkeypatch.setattr(splicing, "_known", {})  # the proof is made with the attention of batches
+    model = build(name, num_hidden_layers=4, **({"layer_types": ["full_attention"] * 4} if name == "gpt_oss" else {}))
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(ContinuousBatchProcessor, "_generation_step", STEP)
+        expected = stock(model, PROMPTS)
+    assert not any(each.error for each in expected)
+    splice = Splice(model)
+    parts = InParts(splice, [Span(0, 1), Span(1, 3), Span(3, 4)])
+    in_parts.append(parts)
+    if managed:
+        ballonet.install(2**24, page_size=65536, host_budget=2**24, device="cpu")
+        with ballonet.manage(model):
+            found = answers(model, PROMPTS)
+    else:
+        found = answers(model, PROMPTS, num_blocks=16 * len(PROMPTS))  # not what is known of it
+    splice.close()
+    assert found == expected
+    assert parts.steps > 5
+    assert parts.updated == [{0}, {1, 2}, {3}]

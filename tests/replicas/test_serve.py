@@ -67,8 +67,8 @@ def test_a_replica_that_is_killed_takes_no_answer_with_it(program: Program) -> N
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 
 
-class Program(Running):
-    """`said`: the file."""
+class OwnSession(Running):
+    """A server in a session of its own. `said`: the file of its lines."""
 
     def __init__(self, model: str, said: Path, *more: str) -> None:
         port = free_port()
@@ -109,8 +109,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
-    program = Program(model, tmp_path / "said", *more)
+def running(model: str, tmp_path: Path, *more: str) -> Iterator[OwnSession]:
+    program = OwnSession(model, tmp_path / "said", *more)
     try:
         yield program
     finally:
@@ -119,7 +119,7 @@ def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
         wait(lambda: not program.left())  # nobody has to end them
 
 
-def begin(asked: Asked, program: Program) -> str:
+def begin(asked: Asked, program: OwnSession) -> str:
     """Returns a client's answer, or how its connection ended."""
     try:
         with post(program.url, program.model, asked) as answer:

@@ -343,7 +343,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 # with layers of attention, with windows, with states, with both in one, with an index
-NAMES = ["llama", "gemma2", "qwen3_next", "falcon_h1", "glm_moe_dsa", "minimax", "gemma3n_text", "mamba", "gpt2"]
+CACHED = ["llama", "gemma2", "qwen3_next", "falcon_h1", "glm_moe_dsa", "minimax", "gemma3n_text", "mamba", "gpt2"]
 
 
 def bytes_of(layer: Any) -> int:
@@ -354,7 +354,7 @@ def bytes_of(layer: Any) -> int:
     return sum(each.nbytes for each in found if each.dim())  # the size of a window is a tensor, too
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CACHED)
 def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
     model = deeper(name)
     with Splice(model) as splice:

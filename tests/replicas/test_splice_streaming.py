@@ -1,18 +1,14 @@
-"""Spans of managed models: what does not run is not copied and touches no cache of a batch, and all else is as without
-a span.
-"""
+"""Spans of managed models: what does not run is not copied, and all else is as without a span."""
 
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import ballonet
 from ballonet import testing
@@ -20,7 +16,6 @@ from ballonet.allocator import devices, install
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.managed import managed_as, residency_of
-from ballonet.hooks.splice import splice as splicing
 from ballonet.hooks.splice.elsewhere import Elsewhere
 from ballonet.hooks.splice.forms import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, SpliceStage
@@ -30,7 +25,6 @@ from ballonet.testing import chaos_of
 
 from ..models import build
 from ..pool import take_out
-from ..serving.batches import answers, prompts, stock
 from ..test_ring import model as ring_model
 from ..tuned import Tuned
 from .parts import Pipeline, cuts, in_one, inputs_of, steps
@@ -224,88 +218,3 @@ def test_a_cache_of_ones_own(model: Any) -> None:
                 assert found.cache is caches[step.request, part]
             assert torch.equal(found.logits, logits)
         del caches, found
-
-
-# Batches
-
-
-PROMPTS = prompts(5, 30)
-STEP = ContinuousBatchProcessor._generation_step
-
-
-class InParts:
-    """Called as the model, runs its layers span by span."""
-
-    def __init__(self, splice: Splice, spans: list[Span]) -> None:
-        self.splice = splice
-        self.spans = spans
-        self.steps = 0
-        self.updated: list[set[int]] = [set() for _ in spans]
-
-    def __call__(self, **inputs: Any) -> Any:
-        cache, given = inputs["cache"], None
-        attention = self.splice.model.config._attn_implementation
-        update, signature = cache.update, inspect.signature(cache.update)
-
-        for number, span in enumerate(self.spans):
-            self.splice.span = span
-
-            def noting(*args: Any, number: int = number, **kwargs: Any) -> Any:
-                self.updated[number].add(signature.bind(*args, **kwargs).arguments["layer_idx"])
-                return update(*args, **kwargs)
-
-            cache.update = noting
-            try:
-                found = SpliceStage(self.splice).run(inputs, given)
-            finally:
-                del cache.update
-            given = found if isinstance(found, Hidden) else None
-        assert isinstance(found, Logits)
-        assert self.splice.model.config._attn_implementation == attention  # also after the proof
-        self.steps += 1
-        return found.output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.splice.model, name)
-
-
-@pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[InParts]:
-    """Has whatever is batched run in these parts."""
-    found: list[InParts] = []
-    monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", lambda self, model: STEP(self, found[0]))
-    return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    if (found := devices.current()) is not None:
-        found.device.check()
-        del found
-        take_out()
-
-
-@pytest.mark.parametrize("managed", [False, True], ids=["stock", "managed"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "mixtral"])
-def test_a_batch_in_parts_is_the_whole(name: str, managed: bool, in_parts: list[InParts], monkeypatch: Any) -> None:
-    monkeypatch.setattr(splicing, "_known", {})  # the proof is made with the attention of batches
-    model = build(name, num_hidden_layers=4, **({"layer_types": ["full_attention"] * 4} if name == "gpt_oss" else {}))
-    with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(ContinuousBatchProcessor, "_generation_step", STEP)
-        expected = stock(model, PROMPTS)
-    assert not any(each.error for each in expected)
-    splice = Splice(model)
-    parts = InParts(splice, [Span(0, 1), Span(1, 3), Span(3, 4)])
-    in_parts.append(parts)
-    if managed:
-        ballonet.install(2**24, page_size=65536, host_budget=2**24, device="cpu")
-        with ballonet.manage(model):
-            found = answers(model, PROMPTS)
-    else:
-        found = answers(model, PROMPTS, num_blocks=16 * len(PROMPTS))  # not what is known of it
-    splice.close()
-    assert found == expected
-    assert parts.steps > 5
-    assert parts.updated == [{0}, {1, 2}, {3}]

@@ -1,5 +1,4 @@
-"""Drops and restores that fail at any driver call, or are interrupted at any line: all is valid, and can be done again;
-and drops that are refused, where nothing has changed.
+"""Drops and restores that fail at any driver call, or are interrupted at any line: all is valid, and can be done again.
 
 Driver calls in processes of their own, as what has failed must not matter to another test.
 """
@@ -19,7 +18,6 @@ import transformers
 
 import ballonet
 from ballonet.allocator import devices, install, interrupts
-from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
 from ballonet.hooks import managed as managing
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, lease
@@ -31,17 +29,16 @@ from ballonet.offload.governor import governor
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.residency import backing, mover, ring
 
-from ... import graphs
 from ...faulting import at_each_call, at_each_line
-from ...models import Output, build
+from ...models import build
 from ...pool import bytes_that_exist, tiny_layers
 from ...programs import run
 from ...streaming.conftest import BUDGET, PAGE
 from ...test_manage_faults import settle
 from ...tuned import Tuned, tuning
-from .holding import LAYERS, logits, pages_of, prepared, say, settled
+from .holding import logits
 
-FEW = 3  # layers
+LAYERS = 3
 MOST = 6  # calls of a function that fail
 LINE_MOST = 48
 KEPT = Span(1, 2)
@@ -59,7 +56,7 @@ def live(kind: str, phase: str) -> None:
     """In a process of its own: cycles of one model, in each of which one call fails."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, tuning(weights={"large": 2**11}):
-        model = build("llama", num_hidden_layers=FEW)
+        model = build("llama", num_hidden_layers=LAYERS)
         if kind == "file":
             model.save_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -74,7 +71,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
     with ballonet.manage(model) as it:
         held = HeldLayers(it)
         acts: dict[str, Callable[[], object]] = {
-            "prepare": lambda: list(held.prepare(range(FEW))),
+            "prepare": lambda: list(held.prepare(range(LAYERS))),
             "drop": lambda: held.drop(KEPT),
             **({"look": model.state_dict} if phase == "look" else {}),  # at layers that lie in a file
             "restore": lambda: list(held.restore([2, 0])),
@@ -99,7 +96,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
             if it._weights.on_host():
                 with it._residency.changing() as layers:
                     layers.drop(it._weights.on_host())
-                list(held.restore(range(FEW)))
+                list(held.restore(range(LAYERS)))
                 held.close()
             assert it._weights.on_host() == ()
             settled.append(({**settle(device), "free": 0}, bytes_that_exist("host")))
@@ -178,83 +175,3 @@ def test_ctrl_c_at_any_line_leaves_all_valid(
         held.close()
     settle(device)
     assert device.snapshot()["pages"]["weights"] == 0
-
-
-# Refusals
-
-
-def test_without_host_pages_nothing_is_dropped(host_model: Any, stock: Output) -> None:
-    device = devices.require()
-    with ballonet.manage(host_model) as managed:
-        held = HeldLayers(managed)
-        pages, here = pages_of(managed), settled()
-        left = pages[3] + pages[4] + pages[5] // 2
-        now = device.snapshot()
-        filler = device.reserve(BUDGET - (now["host_pages"] - now["host_free"] + left) * PAGE, "kv", device.group())
-        filler.map_host(0, filler.pieces)
-        try:
-            for _ in range(2):
-                with pytest.raises(DropRefused, match=r"layer 5 of .* no host pages"):
-                    held.drop(Span(0, 3))
-                assert (held.dropped, held.ready, settled()) == ((), (3, 4), here)
-                assert say(host_model).agrees(stock)
-        finally:
-            filler.close()
-            device.reap(wait=True)
-        assert held.drop(Span(0, 3)) == sum(pages[3:]) - max(pages)
-        assert say(host_model).agrees(stock)
-
-
-def test_what_cannot_be_dropped_is_refused(model: Any, managed: ballonet.Managed, held: HeldLayers) -> None:
-    for span in (Span(2, LAYERS + 1), Span(LAYERS, LAYERS + 1)):
-        with pytest.raises(ManageError, match="are none of it"):
-            held.drop(span)
-    failed: list[BaseException] = []
-
-    def within(*_: object) -> None:
-        for act in (lambda: held.drop(Span(0, 3)), held.release, lambda: list(held.restore([5]))):
-            try:
-                act()
-            except ModelInUse as error:
-                failed.append(error)
-
-    held.drop(Span(0, 5))
-    handle = model.model.layers[0].register_forward_pre_hook(within)
-    logits(model)
-    handle.remove()
-    assert len(failed) == 3
-    assert held.dropped == (5,)
-    fixed = build("llama", num_hidden_layers=1)
-    with ballonet.manage(fixed, interval=1) as other, pytest.raises(ManageError, match="interval=1"):
-        HeldLayers(other)
-
-
-def test_a_model_that_is_managed_no_more_has_nothing_to_drop(model: Any, stock: Output) -> None:
-    managed = ballonet.manage(model)
-    held = HeldLayers(managed)
-    held.drop(Span(0, 3))
-    managed.release()
-    assert say(model).agrees(stock)
-    assert held.dropped == ()
-    for act in (lambda: held.drop(Span(0, 3)), lambda: list(held.prepare([0]))):
-        with pytest.raises(ManageError, match="managed no more"):
-            act()
-    assert list(held.restore([3])) == []
-    held.close()
-
-
-def test_layers_in_cuda_graphs_are_not_dropped(host_model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs.pretend(monkeypatch)
-    with ballonet.manage(host_model) as managed:
-        held = prepared(HeldLayers(managed))
-        graph = torch.cuda.CUDAGraph()
-        with graphs.capture(graph):
-            logits(host_model)
-        here = settled()
-        with pytest.raises(ManageError):
-            held.drop(Span(0, 3))
-        assert (held.dropped, settled()) == ((), here)
-        del graph
-        gc.collect()
-        held.drop(Span(0, 3))
-        assert say(host_model).agrees(stock)

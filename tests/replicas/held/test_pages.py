@@ -1,4 +1,6 @@
-"""Layers that a replica drops and restores: pages exactly, no copy where that was prepared, and with others beside."""
+"""Layers that a replica drops and restores: pages exactly, no copy where that was prepared, with others beside; and
+drops that are refused, where nothing has changed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices, install
+from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.held_layers import HeldLayers, PreparedLayer
 from ballonet.offload.policy.reclaim_order import Rung
@@ -19,6 +22,7 @@ from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of, manage
 
+from ... import graphs
 from ...models import Output, build
 from ...pool import bytes_that_exist
 from ...streaming.conftest import BUDGET, PAGE
@@ -226,12 +230,13 @@ def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: A
 # Beside another thread, and the ladder
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def patient(tuned: Tuned) -> None:
     """However slow this machine is, no wait for another thread's forward times out."""
     tuned(waiting={"gate": 600.0, "slots": 600.0})
 
 
+@pytest.mark.usefixtures("patient")
 def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output, original: Any) -> None:
     """Another thread generates all the time: its answers are right, and no call fails."""
     done, failed, said = threading.Event(), list[BaseException](), 0
@@ -263,6 +268,7 @@ def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output,
     assert held.dropped == ()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Managed) -> None:
     wishes: list[int] = []
     governor, pages = governors.of(devices.require()), pages_of(managed)
@@ -278,6 +284,7 @@ def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Man
     assert wishes == [7]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_forward_that_finds_no_pages_leads_to_a_wish(host_model: Any, tuned: Tuned) -> None:
     """Nothing else can give any, as the model has a floor: a cache grows until there are none, and a drop has some."""
     tuned(waiting={"room": 0.1})
@@ -313,6 +320,7 @@ def logits_of(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
     return found
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
     def moved(verb: str) -> int:
         counts = devices.of().events.counts().get("duplicates", {})
@@ -326,3 +334,83 @@ def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
     home = sum(each.pages for each in held.restore([3, 4, 5]))
     assert (moved("pull") - before[0], moved("revert") - before[1]) == (freed, home)
     assert others() == rest
+
+
+# Refusals
+
+
+def test_without_host_pages_nothing_is_dropped(host_model: Any, stock: Output) -> None:
+    device = devices.require()
+    with ballonet.manage(host_model) as managed:
+        held = HeldLayers(managed)
+        pages, here = pages_of(managed), settled()
+        left = pages[3] + pages[4] + pages[5] // 2
+        now = device.snapshot()
+        filler = device.reserve(BUDGET - (now["host_pages"] - now["host_free"] + left) * PAGE, "kv", device.group())
+        filler.map_host(0, filler.pieces)
+        try:
+            for _ in range(2):
+                with pytest.raises(DropRefused, match=r"layer 5 of .* no host pages"):
+                    held.drop(Span(0, 3))
+                assert (held.dropped, held.ready, settled()) == ((), (3, 4), here)
+                assert say(host_model).agrees(stock)
+        finally:
+            filler.close()
+            device.reap(wait=True)
+        assert held.drop(Span(0, 3)) == sum(pages[3:]) - max(pages)
+        assert say(host_model).agrees(stock)
+
+
+def test_what_cannot_be_dropped_is_refused(model: Any, managed: ballonet.Managed, held: HeldLayers) -> None:
+    for span in (Span(2, LAYERS + 1), Span(LAYERS, LAYERS + 1)):
+        with pytest.raises(ManageError, match="are none of it"):
+            held.drop(span)
+    failed: list[BaseException] = []
+
+    def within(*_: object) -> None:
+        for act in (lambda: held.drop(Span(0, 3)), held.release, lambda: list(held.restore([5]))):
+            try:
+                act()
+            except ModelInUse as error:
+                failed.append(error)
+
+    held.drop(Span(0, 5))
+    handle = model.model.layers[0].register_forward_pre_hook(within)
+    logits(model)
+    handle.remove()
+    assert len(failed) == 3
+    assert held.dropped == (5,)
+    fixed = build("llama", num_hidden_layers=1)
+    with ballonet.manage(fixed, interval=1) as other, pytest.raises(ManageError, match="interval=1"):
+        HeldLayers(other)
+
+
+def test_a_model_that_is_managed_no_more_has_nothing_to_drop(model: Any, stock: Output) -> None:
+    managed = ballonet.manage(model)
+    held = HeldLayers(managed)
+    held.drop(Span(0, 3))
+    managed.release()
+    assert say(model).agrees(stock)
+    assert held.dropped == ()
+    for act in (lambda: held.drop(Span(0, 3)), lambda: list(held.prepare([0]))):
+        with pytest.raises(ManageError, match="managed no more"):
+            act()
+    assert list(held.restore([3])) == []
+    held.close()
+
+
+def test_layers_in_cuda_graphs_are_not_dropped(host_model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs.pretend(monkeypatch)
+    with ballonet.manage(host_model) as managed:
+        held = prepared(HeldLayers(managed))
+        graph = torch.cuda.CUDAGraph()
+        with graphs.capture(graph):
+            logits(host_model)
+        here = settled()
+        with pytest.raises(ManageError):
+            held.drop(Span(0, 3))
+        assert (held.dropped, settled()) == ((), here)
+        del graph
+        gc.collect()
+        held.drop(Span(0, 3))
+        assert say(host_model).agrees(stock)
