@@ -295,6 +295,9 @@ class Controller:
             self._state.actions.append(Recompute((request.name,), placement.epoch, members))
 
 
+# What the gate of drops is asked about: the work of groups
+
+
 Tokens = list[tuple[int, int]]
 
 
@@ -348,6 +351,9 @@ def busiest(groups: Sequence[Group], cluster: Cluster) -> Group:
 def pending(group: Group, cluster: Cluster) -> int:
     """Returns the pages of the prompts that wait in the present groups of these members."""
     return sum(load.pending for member in group.members if (load := cluster.replicas[member].load))
+
+
+# The log
 
 
 def decide(controller: Controller, event: Event, note: Note) -> tuple[Action, ...]:

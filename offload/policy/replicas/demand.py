@@ -76,6 +76,9 @@ def group_tokens(group: Group, room: Mapping[int, int], kv: KVSize) -> int:
     )
 
 
+# Overload and calm
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Pages of all replicas together: `used` and `free` ones for KV; `pending`: of queued prompts; `undropped`: for KV

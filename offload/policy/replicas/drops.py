@@ -55,6 +55,8 @@ from ..tuning import DEFAULT
 from ..tuning import Replicas as Tuning
 from .groups import Group, Span, pulled, regroup
 
+# Which groups merge
+
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
@@ -106,6 +108,9 @@ def with_growth(groups: Iterable[Group], needed: int, growth: int, pages: Sequen
     return max(gross, min(more, pairs * sum(pages)))
 
 
+# Restores
+
+
 @dataclass(frozen=True, slots=True)
 class Pull:
     """A layer that a member pulls from the replica `source`, or from its own backing where that is None."""
@@ -151,6 +156,9 @@ def homes(demands: Mapping[str, int], room: Mapping[int, int]) -> dict[str, int]
         left[member] -= demands[request]
         targets[request] = member
     return targets
+
+
+# Whether a drop is worth it
 
 
 class CostModel(Protocol):

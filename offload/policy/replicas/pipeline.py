@@ -160,6 +160,9 @@ def is_decode(before: int, new: int) -> bool:
     return new == 1 and before > 0
 
 
+# The fit
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A batch that ran: its chunks, (tokens before, new tokens) each, and its seconds."""
@@ -170,13 +173,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted `cost`, and its mean relative error on held-out batches: on all, on those with parts of prompts, and on
-    those that only decode (None without any)."""
+    """A fitted `cost`, and its mean relative error on held-out batches."""
 
     cost: ChunkCost
     error: float
-    prefill_error: float
-    decode_error: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ _FORMS = tuple(_Form(square, prefix) for square in (False, True) for prefix in (
 
 
 def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
-    """Returns the cost and its held-out errors. ValueError where there are too few batches, or new tokens take no time
+    """Returns the cost and its held-out error. ValueError where there are too few batches, or new tokens take no time
     in them. See Note [What is fitted]."""
     decoding, filling = _kinds(samples)
     if len(filling) < tuning.samples:
@@ -219,13 +219,7 @@ def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
     rest = [other for others, _ in parts for other in others]
     apart = len(decoding) >= tuning.samples
     made, trial = (_best(batches, apart, tuning) for batches in (samples, rest))
-    errors = [[_error(trial, sample) for sample in held] for _, held in parts]
-    return Fit(
-        made,
-        statistics.fmean([*errors[0], *errors[1]]),
-        statistics.fmean(errors[0]),
-        statistics.fmean(errors[1]) if errors[1] else None,
-    )
+    return Fit(made, statistics.fmean(_error(trial, sample) for _, held in parts for sample in held))
 
 
 def _kinds(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -321,6 +315,9 @@ def _held_out(samples: Sequence[Sample], folds: int, number: int = 0) -> tuple[l
 
 def _error(cost: ChunkCost, sample: Sample) -> float:
     return abs(cost.batch(sample.chunks) / sample.seconds - 1)
+
+
+# Microbatches
 
 
 class ChunkSize(NamedTuple):

@@ -29,6 +29,8 @@ from .drops import Pull, Verdict
 from .groups import Group
 from .pipeline import ChunkCost
 
+# Events
+
 
 class Reason(Enum):
     """Why something is discarded, declined, fenced or refused."""
@@ -164,6 +166,9 @@ class PullFailed(Event, frozen=True):
     reason: Reason
 
 
+# Actions
+
+
 class Action(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all actions."""
 
@@ -261,6 +266,9 @@ class Decline(Action, frozen=True):
 
     reason: Reason
     verdict: Verdict | None = None
+
+
+# The log
 
 
 class Setup(Struct, frozen=True):
