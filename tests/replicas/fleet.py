@@ -171,7 +171,7 @@ class Stock:
         return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
     def answers(self, asked: Sequence[Asked]) -> list[str]:
-        return [self.answer(each) for each in asked]
+        return [self.answer(request) for request in asked]
 
 
 def text_of(asked: Asked) -> str:
@@ -228,35 +228,35 @@ class Fleet:
         what they count. On the host weights alone are left, and pages that are free: KV that was there may be again.
         `pages` has what retires of the device only: pages of the host that still do so count as used, and are waited
         for, but not for ever."""
-        found: list[dict[str, Any]] = []
+        views: list[dict[str, Any]] = []
         held: list[tuple[int, int]] = []
         more = 0  # looks at pages of the host that are nobody's
 
         def rests() -> bool:
             nonlocal more
             held[:] = self._held()
-            found[:] = [look(each, patience=PATIENCE) for each in self.processes]
+            views[:] = [look(process, patience=PATIENCE) for process in self.processes]
             if held != self._held():
                 return False  # pages are created, or go back to the driver
-            kv = {each["pages"]["kv"] for each in found}
+            kv = {view["pages"]["kv"] for view in views}
             self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
-            if kv != {self._kv} or any(each["pages"]["retiring"] for each in found):
+            if kv != {self._kv} or any(view["pages"]["retiring"] for view in views):
                 return False
             more += 1
-            return more > LOOKS or all(beside_weights(each) in (0, 1) for each in found)
+            return more > LOOKS or all(beside_weights(view) in (0, 1) for view in views)
 
         self.wait(rests)
-        for each, (device, host) in zip(found, held, strict=True):
-            page = each["page_size"]
-            assert device == sum(each["pages"].values()) * page <= each["budget"], (device, each)
-            assert host == each["host_pages"] * page, (host, each)
+        for view, (device, host) in zip(views, held, strict=True):
+            page = view["page_size"]
+            assert device == sum(view["pages"].values()) * page <= view["budget"], (device, view)
+            assert host == view["host_pages"] * page, (host, view)
             # hooks/weights/ranges.py: `_blank`, one of each model
-            assert beside_weights(each) in (0, 1), (beside_weights(each), each["models"])
-        return found
+            assert beside_weights(view) in (0, 1), (beside_weights(view), view["models"])
+        return views
 
     def _held(self) -> list[tuple[int, int]]:
         """Bytes that the kernel holds for each replica, on the device and on the host."""
-        return [(memfd_bytes(each, "device"), memfd_bytes(each, "host")) for each in self.processes]
+        return [(memfd_bytes(process, "device"), memfd_bytes(process, "host")) for process in self.processes]
 
     def fault(self, *wanted: Fault) -> None:
         """From now on."""
@@ -281,7 +281,7 @@ class Fleet:
 
     def ask(self, asked: Asked) -> Answer:
         """One request, and all of its answer."""
-        found = Answer()
+        reply = Answer()
         with self.opened(asked) as answer:
             for line in answer:
                 text = line.decode().strip()
@@ -289,11 +289,11 @@ class Fleet:
                     continue
                 part = json.loads(text.removeprefix("data: "))
                 if "error" in part:
-                    found.error = str(part["error"])
+                    reply.error = str(part["error"])
                 else:
-                    found.pieces += [choice["text"] for choice in part["choices"]]
-                    found.ends += sum(choice.get("finish_reason") is not None for choice in part["choices"])
-        return found
+                    reply.pieces += [choice["text"] for choice in part["choices"]]
+                    reply.ends += sum(choice.get("finish_reason") is not None for choice in part["choices"])
+        return reply
 
     def burst(self, asked: Sequence[Asked]) -> list[Answer]:
         """Sends all requests at once."""
@@ -309,9 +309,9 @@ class Fleet:
 def answered(fleet: Fleet, stock: Stock) -> None:
     """A burst, all of which get the answers of stock, once."""
     asked = drawn(BURST)
-    found = fleet.burst(asked)
-    assert [(each.error, each.ends) for each in found] == [(None, 1)] * BURST, fleet.said
-    assert [each.text for each in found] == stock.answers(asked)
+    answers = fleet.burst(asked)
+    assert [(answer.error, answer.ends) for answer in answers] == [(None, 1)] * BURST, fleet.said
+    assert [answer.text for answer in answers] == stock.answers(asked)
 
 
 @contextmanager
@@ -353,12 +353,12 @@ def serving(
         try:
             fleet.wait(lambda: len(fleet.members) == replicas)
             fleet.at_rest()
-            assert [semaphores(each) for each in fleet.processes] == [[]] * replicas
+            assert [semaphores(process) for process in fleet.processes] == [[]] * replicas
             yield fleet
         finally:
             seen |= {*fleet.processes}
             fleet.close()
-            left = [each for each in seen if Path(f"/proc/{each}").exists()]
+            left = [process for process in seen if Path(f"/proc/{process}").exists()]
         assert left == [], "no orphan"
 
 
@@ -422,23 +422,23 @@ class Program(Running):
         """The answers to requests, all asked at once."""
         client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=1800)
 
-        def ask(each: Asked) -> str:
-            found = client.completions.create(
-                model=self.model, prompt=text_of(each), max_tokens=each.new, temperature=0
+        def ask(request: Asked) -> str:
+            reply = client.completions.create(
+                model=self.model, prompt=text_of(request), max_tokens=request.new, temperature=0
             )
-            return found.choices[0].text
+            return reply.choices[0].text
 
         with ThreadPoolExecutor(len(asked)) as pool:
             return list(pool.map(ask, asked))
 
     def processes(self) -> list[int]:
         """The processes of replicas that have joined so far, in that order."""
-        return [int(each) for each in re.findall(r"has joined, process (\d+)", self.said())]
+        return [int(process) for process in re.findall(r"has joined, process (\d+)", self.said())]
 
     def children(self) -> list[int]:
         """The processes that it has started: of its replicas, or where they come from."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(each) for each in path.read_text().split()]
+        return [int(process) for process in path.read_text().split()]
 
     def end(self) -> int:
         """SIGTERM, and what it ends with."""
@@ -447,9 +447,9 @@ class Program(Running):
 
     def kill(self) -> None:
         """Ends it and what it has started, whatever it does."""
-        for each in (*self.children(), *self.processes(), self.process.pid):
-            if Path(f"/proc/{each}").exists():
-                os.kill(each, signal.SIGKILL)
+        for process in (*self.children(), *self.processes(), self.process.pid):
+            if Path(f"/proc/{process}").exists():
+                os.kill(process, signal.SIGKILL)
         self.process.wait()
 
 
@@ -462,4 +462,4 @@ def given_costs(folder: Path) -> list[str]:
 
 def wait_gone(processes: Sequence[int]) -> None:
     """Returns once none of them is there any more; how long that takes is not judged."""
-    wait(lambda: not any(Path(f"/proc/{each}").exists() for each in processes))
+    wait(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))

@@ -87,7 +87,7 @@ class InProcess:
         """`spans`: of layers, by member. A member that is there again and again is a replica of its own each time."""
         named = [int(member.name[1:]) for member in members]
         numbers = named if len({*named}) == len(named) else [*range(len(members))]
-        self.group = Group(tuple(numbers), tuple(Span(each.start, each.stop) for each in spans))
+        self.group = Group(tuple(numbers), tuple(Span(span.start, span.stop) for span in spans))
         ends = all_linked(numbers)
         self.stages = []
         for number, member in zip(numbers, members, strict=True):
@@ -149,12 +149,12 @@ class Regroup:
         self.damaged = list[tuple[int, str]]()
         lost = self.damaged  # not of this object: it would refer to itself, and go later than its last reference
         told = [group.hand_over() for group in old]
-        homes = {each.request.name: new[home(each.request)].group for one in told for each in one.requests}
+        homes = {handed.request.name: new[home(handed.request)].group for one in told for handed in one.requests}
         self._handed, self._taken = {*homes}, set[str]()
-        had = {n: stage.cache for each in old for n, stage in zip(each.group.members, each.stages, strict=True)}
-        gets = {n: stage for each in new for n, stage in zip(each.group.members, each.stages, strict=True)}
+        had = {n: stage.cache for group in old for n, stage in zip(group.group.members, group.stages, strict=True)}
+        gets = {n: stage for group in new for n, stage in zip(group.group.members, group.stages, strict=True)}
         ends = all_linked({**had, **gets})
-        leaders, taken = frozenset(each.leader for each in told), self._taken
+        leaders, taken = frozenset(handed_over.leader for handed_over in told), self._taken
 
         def took(handed: Handed) -> None:
             taken.add(handed.request.name)
@@ -166,7 +166,7 @@ class Regroup:
             leader = gets[homes[name].members[0]].leader
             assert leader is not None
             leader.requests.add(
-                next(each.request for one in told for each in one.requests if each.request.name == name)
+                next(handed.request for one in told for handed in one.requests if handed.request.name == name)
             )
 
         self.parts = {
@@ -207,7 +207,7 @@ def install(pages: int = 1024) -> None:
 
 def evenly(layers: int, stages: int) -> list[range]:
     ends = [layers * n // stages for n in range(stages + 1)]
-    return [range(*each) for each in itertools.pairwise(ends)]
+    return [range(*bounds) for bounds in itertools.pairwise(ends)]
 
 
 class Told:
@@ -231,18 +231,18 @@ class Told:
 
     def answers(self, requests: Sequence[Request]) -> list[list[int]]:
         assert not self.errors
-        assert {each.name for each in requests} <= self.over
-        return [list(self.tokens[each.name]) for each in requests]
+        assert {request.name for request in requests} <= self.over
+        return [list(self.tokens[request.name]) for request in requests]
 
 
 def hollow(model: Any, layers: range) -> Any:
     """A copy of a model that computes nothing but NaN in all layers but these."""
-    found = copy.deepcopy(model)
-    for number, layer in enumerate(decoder_layers(found)):
+    copied = copy.deepcopy(model)
+    for number, layer in enumerate(decoder_layers(copied)):
         if number not in layers:
             for parameter in layer.parameters():
                 torch.nn.init.constant_(parameter, torch.nan)
-    return found
+    return copied
 
 
 class Replicas:
@@ -268,11 +268,11 @@ class Replicas:
 
 def requests(asked: Sequence[Sequence[int]], new: int = 12, sampling: Sampling | None = None) -> list[Request]:
     """A request for each prompt, named by its number; a seed of its own for each."""
-    found = []
+    made = []
     for n, ids in enumerate(asked):
         given = Sampling() if sampling is None else Sampling(n, sampling.temperature, sampling.top_k, sampling.top_p)
-        found.append(Request(f"q{n}", tuple(ids), new, given))
-    return found
+        made.append(Request(f"q{n}", tuple(ids), new, given))
+    return made
 
 
 def answered(
@@ -283,8 +283,8 @@ def answered(
     models = [hollow(model, layers) if broken else copy.deepcopy(model) for layers in spans]
     with Replicas(models) as members:
         group = InProcess(1, members, spans, told, split)
-        for each in asked:
-            group.add(each)
+        for request in asked:
+            group.add(request)
         group.run()
         assert all(not follower.held for follower in group.followers)
     return told.answers(asked)
@@ -308,7 +308,7 @@ class Desk:
     def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
         if self.late and (came := self.late.popleft()) is not None:
             self.said.append(came)
-        return any(isinstance(each, kinds) for each in self.said)
+        return any(isinstance(message, kinds) for message in self.said)
 
     def post(self, *messages: Message) -> None:
         self.heard += messages

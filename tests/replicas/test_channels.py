@@ -61,9 +61,9 @@ class Office:
         return end.join(fingerprint).member, end
 
     def take(self) -> tuple[int, Message]:
-        found = self.wakeup.wait(self.replicas.take, LONG)
-        assert found is not None
-        return found
+        message = self.wakeup.wait(self.replicas.take, LONG)
+        assert message is not None
+        return message
 
     def leave(self) -> None:
         """What the end of the supervisor's process does, once all is sent."""
@@ -92,9 +92,9 @@ def eventually(true: Callable[[], object]) -> None:
 
 
 def taken(end: PipeToSupervisor) -> Message:
-    found = end.wakeup.wait(end.take, LONG)
-    assert found is not None
-    return found
+    message = end.wakeup.wait(end.take, LONG)
+    assert message is not None
+    return message
 
 
 def told(number: int) -> Told:
@@ -266,13 +266,17 @@ def test_a_fingerprint_is_of_the_weights_their_type_and_the_versions() -> None:
         device = devices.require()
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
-        found = fingerprint_of(model, device)
-        assert (found.torch, found.dtype) == (torch.__version__, "float32 x 2")
-        assert fingerprint_of(copy.deepcopy(model), device) == found
+        fingerprint = fingerprint_of(model, device)
+        assert (fingerprint.torch, fingerprint.dtype) == (torch.__version__, "float32 x 2")
+        assert fingerprint_of(copy.deepcopy(model), device) == fingerprint
         with torch.no_grad():
             model.weight.mul_(1.5)
-        assert [each.split()[0] for each in found.differences(fingerprint_of(model, device))] == ["weights"]
-        assert found.differences(fingerprint_of(model.half(), device)) == ("dtype is float16 x 2, not float32 x 2",)
+        assert [difference.split()[0] for difference in fingerprint.differences(fingerprint_of(model, device))] == [
+            "weights"
+        ]
+        assert fingerprint.differences(fingerprint_of(model.half(), device)) == (
+            "dtype is float16 x 2, not float32 x 2",
+        )
         del model
     finally:
         take_out()

@@ -37,7 +37,7 @@ def test_prompts_need_whole_pages_and_one_token_more() -> None:
     assert prompt_pages([7, 8, 100], KV) == 1 + 2 + 13
 
 
-def test_what_is_free_counts_against_the_demand() -> None:
+def test_free_pages_count_against_the_demand() -> None:
     assert (needed_pages(50, 20), needed_pages(20, 20), needed_pages(10, 20)) == (30, 0, 0)
 
 
@@ -77,7 +77,7 @@ def test_the_member_with_most_layers_for_its_room_counts() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 500))
 def test_k_equal_members_hold_k_times_as_many_tokens_in_their_room(k: int, size: int, room: int) -> None:
-    spans = tuple(Span(size * each, size * (each + 1)) for each in range(k))
+    spans = tuple(Span(size * stage, size * (stage + 1)) for stage in range(k))
     group = Group(tuple(range(k)), spans)
     assert group_tokens(group, dict.fromkeys(range(k), room), KV) == k * room * 8
 
@@ -130,7 +130,7 @@ def test_the_heaps_choose_as_a_look_at_all_groups_does(steps: list[tuple[str, in
             dispatcher.promise(group, change)
             rooms[group][1] -= change
         chosen = dispatcher.choose(size)
-        left = {each: (room - size) / len(each) for each, (most, room) in rooms.items() if most >= size}
+        left = {members: (room - size) / len(members) for members, (most, room) in rooms.items() if most >= size}
         assert (chosen is None) == (not left)
         if chosen is not None:
             assert left[chosen] == max(left.values())
@@ -177,13 +177,13 @@ def test_the_layer_that_is_needed_next_is_pulled_first() -> None:
 
 @given(st.integers(2, 6), st.integers(1, 8))
 def test_each_of_k_equal_members_pulls_k_less_one_of_k_parts(k: int, size: int) -> None:
-    spans = tuple(Span(size * each, size * (each + 1)) for each in range(k))
+    spans = tuple(Span(size * stage, size * (stage + 1)) for stage in range(k))
     group = Group(tuple(range(k)), spans)
     plans = group_restore(group)
     for member, pulls in plans.items():
         assert len(pulls) * k == group.layers * (k - 1)
-        assert sorted([*(each.layer for each in pulls), *group.span(member).layers]) == list(range(group.layers))
-        assert all(each.source == group.holder(each.layer) != member for each in pulls)
+        assert sorted([*(pull.layer for pull in pulls), *group.span(member).layers]) == list(range(group.layers))
+        assert all(pull.source == group.holder(pull.layer) != member for pull in pulls)
 
 
 def test_peers_are_asked_in_order_and_then_the_backing() -> None:
@@ -221,7 +221,7 @@ def test_overload_is_full_memory_and_no_less_pending_than_free(
 
 
 def looks(calm: Calm, used: list[int], pending: int = 0, start: float = 0.0) -> list[bool]:
-    return [calm.observe(start + at, Usage(each, 100 - each, pending, 100)) for at, each in enumerate(used)]
+    return [calm.observe(start + at, Usage(pages, 100 - pages, pending, 100)) for at, pages in enumerate(used)]
 
 
 def test_calm_takes_the_whole_dwell() -> None:
@@ -248,7 +248,7 @@ def test_a_load_that_rises_is_not_calm_until_it_stops() -> None:
     assert looks(calm, [40] * 8, start=30.0)[-1]
 
 
-def test_what_is_forgotten_counts_no_more() -> None:
+def test_samples_that_are_forgotten_count_no_more() -> None:
     calm = Calm(TUNING)
     looks(calm, [20] * 11)
     calm.forget()

@@ -73,14 +73,14 @@ def test_a_span_has_a_layer(begin: int, end: int) -> None:
         Span(begin, end)
 
 
-def test_who_holds_a_layer() -> None:
+def test_holder_of_a_layer_and_span_of_a_member_are_looked_up() -> None:
     group = pair(7, 3, 5, 12)
     assert [group.holder(layer) for layer in (0, 4, 5, 11)] == [7, 7, 3, 3]
     assert group.span(3) == Span(5, 12)
     assert (group.is_dropped, alone(1, 12).is_dropped) == (True, False)
-    for key, found in ((12, group.holder), (4, group.span)):
+    for key, look_up in ((12, group.holder), (4, group.span)):
         with pytest.raises(KeyError):
-            found(key)
+            look_up(key)
 
 
 def test_groups_are_checked_together() -> None:
@@ -162,7 +162,7 @@ def test_any_plan_in_several_levels(replicas: int, needed: int, pages: list[int]
 
 
 @given(st.integers(2, 24), st.integers(1, 300), st.lists(st.integers(1, 9), min_size=5, max_size=12))
-def test_what_is_asked_for_the_slots_as_well_is_enough(replicas: int, needed: int, pages: list[int]) -> None:
+def test_drop_for_the_gross_pages_frees_the_needed_ones_net(replicas: int, needed: int, pages: list[int]) -> None:
     groups: list[Group] = [alone(number, len(pages)) for number in range(replicas)]
     for _ in range(3):
         gross = gross_needed(needed, pages)
@@ -211,7 +211,7 @@ def test_spans_are_even_in_pages_and_not_in_layers() -> None:
     assert regroup({1: Span(0, 4), 2: Span(0, 4)}, [1, 1, 1, 3]) == pair(1, 2, 3, 4)
 
 
-def test_what_does_not_lie_inside_is_pulled() -> None:
+def test_layers_outside_the_old_spans_are_pulled() -> None:
     """Two who hold layer 0 only, and two who hold the rest: one has to take over a layer."""
     held = {1: Span(0, 1), 2: Span(1, 4), 3: Span(0, 1), 4: Span(1, 4)}
     group = regroup(held, [1] * 4)
@@ -235,22 +235,22 @@ def test_no_other_spans_pull_fewer_pages_or_are_as_few_and_more_even(pages: list
             cut = data.draw(st.integers(1, layers - 1))
             held |= {first: Span(0, cut), first + 1: Span(cut, layers)}
     group = regroup(held, pages)
-    found = price(dict(zip(group.members, group.spans, strict=True)), held, pages)
+    chosen = price(dict(zip(group.members, group.spans, strict=True)), held, pages)
     prices = {
         order: min(price(dict(zip(order, spans, strict=True)), held, pages) for spans in cuts(layers, len(held)))
         for order in permutations(held)
     }
-    assert found == prices[group.members]
+    assert chosen == prices[group.members]
     if min(prices.values())[0] == 0:
-        assert found[0] == 0
+        assert chosen[0] == 0
 
 
 def cuts(layers: int, count: int) -> list[tuple[Span, ...]]:
-    found = []
+    ways = []
     for inner in combinations(range(1, layers), count - 1):
         ends = (0, *inner, layers)
-        found.append(tuple(Span(begin, end) for begin, end in pairwise(ends)))
-    return found
+        ways.append(tuple(Span(begin, end) for begin, end in pairwise(ends)))
+    return ways
 
 
 def price(spans: dict[int, Span], held: dict[int, Span], pages: list[int]) -> tuple[int, int]:
@@ -322,7 +322,7 @@ def test_a_prompt_waits_until_one_that_runs_ends() -> None:
     assert drain_seconds(work, Linear(step=0.1), TUNING) == pytest.approx(5.0 + 0.1)
 
 
-def test_those_that_end_at_different_times_make_room_one_by_one() -> None:
+def test_requests_that_end_at_different_times_make_room_one_by_one() -> None:
     """300 + 100 tokens fit after the second has ended: 200 are free after 10 rounds, 400 after 30."""
     work = Work(1000, 1, [(300, 100)], [(190, 10), (170, 30), (100, 500)])
     assert drain_seconds(work, Linear(step=0.1), TUNING) == pytest.approx(3.0 + 0.1)
@@ -339,7 +339,7 @@ def test_tokens_before_a_chunk_cost() -> None:
     assert drain_seconds(work, Linear(old=1.0), TUNING) == pytest.approx(512.0)
 
 
-def test_those_whose_kv_is_exchanged_wait() -> None:
+def test_requests_whose_kv_is_exchanged_wait() -> None:
     """The requests have 10 tokens to go, from 2 s on; the prompt needs what they hold."""
     work = Work(1000, 1, [(500, 100)], [(800, 10)], stall=2.0)
     assert drain_seconds(work, Linear(step=0.1), TUNING) == pytest.approx(2.0 + 1.0 + 0.1)
@@ -347,7 +347,7 @@ def test_those_whose_kv_is_exchanged_wait() -> None:
     assert drain_seconds(fits, Linear(step=0.1), TUNING) == pytest.approx(0.1)
 
 
-def test_who_runs_during_an_exchange_is_joined_by_the_others_when_it_is_over() -> None:
+def test_requests_of_an_exchange_join_those_that_run_when_it_is_over() -> None:
     """The first prompt runs at once and would decode for 400 rounds; after 2 s those that were stalled run too."""
     work = Work(1000, 1, [(200, 400), (300, 60)], [(300, 5)], stall=2.0)
     assert drain_seconds(work, Linear(step=0.1), TUNING) == pytest.approx(2.0 + 0.5 + 0.1)
@@ -388,9 +388,9 @@ def test_groups_count_for_their_replicas() -> None:
     cost = Linear(step=0.1)
     fast, slow = Work(1000, 1, [(500, 100)], [(900, 90)]), Work(2000, 3, [(500, 100)], [(1000, 500)])
     verdict = judge([fast, slow], Work(3000, 4, []), cost, TUNING)
-    each = [drain_seconds(work, cost, TUNING) for work in (fast, slow)]
-    assert each[0] < TUNING.dwell < each[1]
-    assert verdict.kept == pytest.approx((each[0] + 3 * each[1]) / 4)
+    seconds = [drain_seconds(work, cost, TUNING) for work in (fast, slow)]
+    assert seconds[0] < TUNING.dwell < seconds[1]
+    assert verdict.kept == pytest.approx((seconds[0] + 3 * seconds[1]) / 4)
 
 
 def test_a_short_queue_is_no_reason_where_a_pipeline_is_slower_for_what_follows() -> None:
@@ -411,14 +411,14 @@ def test_a_short_queue_is_no_reason_where_a_pipeline_is_slower_for_what_follows(
 def test_demand_that_goes_on_is_dealt_out_by_replicas() -> None:
     """Each replica gets as much of it, so a group of two gets twice what one gets, and each request is in one."""
     parts = [Work(100, 1, [(10, 1)]), Work(100, 2, [(20, 1)]), Work(100, 1, [])]
-    found = _dealt(parts, [(n, 1) for n in range(30, 50)])
-    assert sorted(each for work in found for each in work.queued) == [
+    dealt = _dealt(parts, [(n, 1) for n in range(30, 50)])
+    assert sorted(queued for work in dealt for queued in work.queued) == [
         (10, 1),
         (20, 1),
         *((n, 1) for n in range(30, 50)),
     ]
-    assert [len(work.queued) for work in found] == [1 + 5, 1 + 10, 5]
-    assert found[0].queued[0] == (10, 1)
+    assert [len(work.queued) for work in dealt] == [1 + 5, 1 + 10, 5]
+    assert dealt[0].queued[0] == (10, 1)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 900), st.integers(0, 60)), max_size=8)
@@ -440,7 +440,7 @@ def test_more_memory_never_takes_for_ever_where_less_does_not(
 def test_a_prediction_costs_few_evaluations() -> None:
     """256 that run and 64 that wait: not a round for each of 1,000 tokens."""
     cost = Linear(token=0.0001, step=0.01)
-    work = Work(256 * 2000, 1, [(1500, 400)] * 64, [(1000, 1000 - each) for each in range(256)])
+    work = Work(256 * 2000, 1, [(1500, 400)] * 64, [(1000, 1000 - number) for number in range(256)])
     drain_seconds(work, cost, TUNING)
     assert cost.batches < 1000
 
@@ -463,7 +463,7 @@ def test_the_newest_wait_until_their_prompts_are_what_is_pending() -> None:
     assert split(entries, 0, 10**6, KV) == ([(800, 100), (400, 100), (79, 20)], [])
 
 
-def test_those_that_run_are_equally_far_with_what_they_generate() -> None:
+def test_running_requests_are_equally_far_with_their_answers() -> None:
     """1,200 tokens of prompts; 100 of 400 new ones make 1,300, which are 163 pages."""
     entries = entries_of((800, 100), (400, 300))
     assert split(entries, 163, 0, KV)[1] == [(826, 74), (478, 222)]
@@ -509,7 +509,7 @@ def answer_to_a_burst(page_seconds: float) -> type[object]:
     return type(scene.tick()[-1])
 
 
-def test_those_merge_where_requests_wait() -> None:
+def test_replicas_merge_where_requests_wait() -> None:
     """What waits in a replica is computed there, so room elsewhere does not help it."""
     scene = ControllerScene(6)
     for prompt, new, count in ((4600, 600, 6), (400, 100, 12)):

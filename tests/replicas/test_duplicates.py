@@ -40,7 +40,7 @@ def test_the_core_never_takes_duplicates() -> None:
 
 def test_the_lever_posts_a_wish_and_frees_nothing() -> None:
     device, governor, _, _ = governed(200, {})
-    (lever,) = [each for each in levers(governor, device, spill=False) if each.rung is Rung.DUPLICATES]
+    (lever,) = [lever for lever in levers(governor, device, spill=False) if lever.rung is Rung.DUPLICATES]
     assert (lever.would_free(), lever.pull(5), lever.revert(5)) == (0, 0, 0), "nobody has duplicates"
     wishes: list[int] = []
     withdraw = governor.duplicates.register(wishes.append, lambda: 30)
@@ -80,7 +80,7 @@ def _key(governor: object, model: FakeModel, layer: int) -> int:
     return int(governor._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
 
 
-def test_whoever_makes_room_wishes_before_it_takes_what_costs_time() -> None:
+def test_wish_comes_before_rungs_that_cost_time() -> None:
     device, governor, _, (a,) = governed(200, {})
     cache = FakeCache(device, governor, governor.clock)
     cache.step(4)
@@ -119,18 +119,18 @@ def test_a_wish_is_told_without_a_lock() -> None:
 
 
 def test_wishes_add_up_until_they_are_posted() -> None:
-    found, wishes = Duplicates(), list[int]()
-    found.note_shortage(7)
-    found.register(wishes.append, lambda: 0)
+    duplicates, wishes = Duplicates(), list[int]()
+    duplicates.note_shortage(7)
+    duplicates.register(wishes.append, lambda: 0)
     for pages in (3, 0, -1, 4):
-        found.note_shortage(pages)
-    assert (found.lacking, wishes) == (7, [])
-    found.post()
-    found.post()
-    assert (found.lacking, wishes) == (0, [7])
+        duplicates.note_shortage(pages)
+    assert (duplicates.lacking, wishes) == (7, [])
+    duplicates.post()
+    duplicates.post()
+    assert (duplicates.lacking, wishes) == (0, [7])
 
 
-def test_what_an_operator_could_not_have_is_wished_for() -> None:
+def test_pages_that_an_operator_could_not_have_are_wished_for() -> None:
     """At the next look of anyone, once, and only what was refused since somebody could drop anything."""
     _, governor, _, (a,) = governed(200, {})
 
@@ -161,10 +161,10 @@ def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
     """Returns the pending pages of the next load."""
     now[0] += DEFAULT.replicas.beat
     replica.step()
-    return [each.pending for each in supervisor.heard if isinstance(each, protocol.Load)][-1]
+    return [message.pending for message in supervisor.heard if isinstance(message, protocol.Load)][-1]
 
 
-def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
+def test_pages_that_the_ladder_lacks_are_pending_for_a_while() -> None:
     install()
     model, supervisor, now = build("llama", num_hidden_layers=LAYERS), Desk(), [0.0]
 

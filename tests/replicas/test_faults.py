@@ -54,14 +54,14 @@ E = TypeVar("E", bound=protocol.Event)
 def quiet() -> Outcome:
     """The burst without a fault: one drop, epoch 3, and one restore, epoch 4."""
     calm = outcome()
-    assert [each.epoch for _, each in calm.actions(Commit)] == [3, 4]
+    assert [commit.epoch for _, commit in calm.actions(Commit)] == [3, 4]
     assert calm.errors == {}
     return calm
 
 
 def at(kind: type[E], epoch: int) -> float:
     """When it is told first in an epoch, without a fault."""
-    return next(each.at for each in quiet().events(kind) if each.epoch == epoch)  # type: ignore[attr-defined]
+    return next(event.at for event in quiet().events(kind) if event.epoch == epoch)  # type: ignore[attr-defined]
 
 
 def phase(name: str) -> float:
@@ -318,9 +318,9 @@ def test_replicas_are_killed_at_random_moments_and_every_request_is_answered_onc
         ]
         if draw.random() < 0.3:
             faults.append(NewReplica(moment(draw), replicas))
-        found = played(replicas, seed, faults)
-        assert found.errors == {}, f"seed {seed}: {faults}"
-        tally(found, seen)
+        ended = played(replicas, seed, faults)
+        assert ended.errors == {}, f"seed {seed}: {faults}"
+        tally(ended, seen)
     assert seen["drops"] > KILLS / 3
     assert seen["exchanging"] > KILLS / 20, "killed before KV was there"
     assert seen["discarded"] > 0, "killed while an epoch was prepared"
@@ -328,16 +328,16 @@ def test_replicas_are_killed_at_random_moments_and_every_request_is_answered_onc
     assert seen["alone"] > KILLS / 4, "lost its group, and pulled what it had dropped"
 
 
-def test_anything_goes_wrong_at_random_moments_and_every_request_ends_once() -> None:
+def test_every_request_ends_once_whatever_goes_wrong_at_random_moments() -> None:
     seen: Counter[str] = Counter()
     for seed in range(OTHERS):
         draw = random.Random(seed)
         replicas = draw.randint(2, 4)
         faults = [any_fault(draw, replicas) for _ in range(draw.randint(1, 6))]
         faults += [NewReplica(moment(draw), replicas + n) for n in range(draw.randint(0, 2))]
-        found = played(replicas, seed, faults)
-        assert all(any(end in error for end in ENDS) for error in found.errors.values()), f"seed {seed}: {faults}"
-        tally(found, seen)
+        ended = played(replicas, seed, faults)
+        assert all(any(end in error for end in ENDS) for error in ended.errors.values()), f"seed {seed}: {faults}"
+        tally(ended, seen)
     assert seen["fenced"] > OTHERS / 8
     assert seen["damaged"] > 0
     assert seen["discarded"] > 0
@@ -358,13 +358,13 @@ def any_fault(draw: random.Random, replicas: int) -> PlayedFault:
     return draw.choice(kinds)
 
 
-def tally(found: Outcome, seen: Counter[str]) -> None:
+def tally(ended: Outcome, seen: Counter[str]) -> None:
     """Counts what happened, to see that faults came where they hurt."""
-    exchanged = {each.epoch for each in found.events(Exchanged)}
-    seen["drops"] += found.run.supervisor.state().drops
-    seen["exchanging"] += sum(each.epoch not in exchanged for _, each in found.actions(Commit))
-    seen["discarded"] += len(found.actions(Discard))
-    seen["recomputed"] += sum(len(each.requests) for _, each in found.actions(Recompute))
-    seen["alone"] += sum(each.pulls[0].source is None for _, each in found.actions(StartRestore))
-    seen["fenced"] += len(found.actions(Fence))
-    seen["damaged"] += len(found.events(Damaged))
+    exchanged = {event.epoch for event in ended.events(Exchanged)}
+    seen["drops"] += ended.run.supervisor.state().drops
+    seen["exchanging"] += sum(commit.epoch not in exchanged for _, commit in ended.actions(Commit))
+    seen["discarded"] += len(ended.actions(Discard))
+    seen["recomputed"] += sum(len(action.requests) for _, action in ended.actions(Recompute))
+    seen["alone"] += sum(start.pulls[0].source is None for _, start in ended.actions(StartRestore))
+    seen["fenced"] += len(ended.actions(Fence))
+    seen["damaged"] += len(ended.events(Damaged))

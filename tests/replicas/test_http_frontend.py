@@ -54,19 +54,19 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> No
         assert caught.value.status_code == 409
         other = asyncio.ensure_future(asked("b"))
         await asyncio.sleep(0)
-        for number, each in enumerate(taking.asked):
-            front.deliver(each.with_token(7 + number))
-        assert [(await each)[0] for each in (first, other)] == ["[7]", "[8]"]
+        for number, request in enumerate(taking.asked):
+            front.deliver(request.with_token(7 + number))
+        assert [(await task)[0] for task in (first, other)] == ["[7]", "[8]"]
         again = asyncio.ensure_future(asked())
         await asyncio.sleep(0)
         front.deliver(taking.asked[-1].with_token(9))
         assert (await again)[0] == "[9]"
 
     asyncio.run(scene())
-    assert [each.name for each in taking.asked] == ["a", "b", "a"]
+    assert [request.name for request in taking.asked] == ["a", "b", "a"]
 
 
-def test_who_is_told_after_its_event_loop_has_ended_is_no_error() -> None:
+def test_token_for_a_client_whose_event_loop_has_ended_is_no_error() -> None:
     """The loop ends just when it is asked whether it has."""
     front, loop = FrontendManager(Takes()), asyncio.new_event_loop()
     loop.close()
@@ -110,7 +110,7 @@ def test_the_headers_of_a_request_go_with_it(slo: tuple[float | None, float | No
         front.add_request([1, 2], "a", 3)
 
     contextvars.copy_context().run(handled)
-    assert [(each.ttft, each.tpot) for each in taking.asked] == [slo or (None, None)]
+    assert [(request.ttft, request.tpot) for request in taking.asked] == [slo or (None, None)]
 
 
 def test_a_first_token_is_asked_for_until_it_is_there() -> None:
@@ -140,7 +140,7 @@ def test_the_time_that_a_request_has_waited_goes_with_it() -> None:
 def test_a_replica_keeps_or_refuses_what_a_request_asks() -> None:
     install()
     told = Told()
-    loose, late = (replace(each, tpot=5.0) for each in requests(prompts(2, 20), 4))
+    loose, late = (replace(request, tpot=5.0) for request in requests(prompts(2, 20), 4))
     with Replicas([build("llama", num_hidden_layers=2)]) as members:
         stage = Stage(members[0], alone(0, 2), 0, 1, {}, told)
         leader = stage.leader

@@ -71,11 +71,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Stock]:
 
 @pytest.fixture(scope="module")
 def fleet(stock: tuple[str, Stock], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with serving(stock[0], tmp_path_factory.mktemp("fleet"), REPLICAS) as found:
-        yield found
+    with serving(stock[0], tmp_path_factory.mktemp("fleet"), REPLICAS) as served:
+        yield served
 
 
-@pytest.mark.parametrize("row", [each for each in ROWS if ALL or each.quick], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if ALL or row.quick], ids=lambda row: row.name)
 def test_row(fleet: Fleet, stock: tuple[str, Stock], row: Row) -> None:
     fleet.whole(REPLICAS)
     before = fleet.supervisor.state()
@@ -99,7 +99,7 @@ def test_row(fleet: Fleet, stock: tuple[str, Stock], row: Row) -> None:
 
 
 @NEEDS_ALL
-def test_who_stands_still_is_ended_and_replaced(stock: tuple[str, Stock], tmp_path: Path) -> None:
+def test_replica_that_stands_still_is_ended_and_replaced(stock: tuple[str, Stock], tmp_path: Path) -> None:
     with serving(stock[0], tmp_path, REPLICAS, tuning=replace(EAGER, silent=8.0)) as fleet:
         stopped = Fault(fleet.members[1], "decode", 5, "stop")
         fleet.fault(stopped)
@@ -128,7 +128,7 @@ def test_a_file_of_weights_that_changes_is_no_source(tmp_path: Path) -> None:
 
 
 @NEEDS_ALL
-def test_who_leaves_frees_what_it_had(fleet: Fleet, stock: tuple[str, Stock]) -> None:
+def test_client_that_leaves_frees_the_pages_of_its_request(fleet: Fleet, stock: tuple[str, Stock]) -> None:
     fleet.whole(REPLICAS)
     for asked in drawn(4, new=400):
         with fleet.opened(asked) as answer:
@@ -151,32 +151,32 @@ ERRORS = ("no replica is left", "no replicas can compute it")
 
 def judged(answers: Sequence[Answer], right: Sequence[str]) -> Counter[str]:
     """How many requests ended how."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for answer, text in zip(answers, right, strict=True):
         if answer.error is not None:
-            found["typed" if answer.error.startswith(ERRORS) and text.startswith(answer.text) else "untyped"] += 1
+            counts["typed" if answer.error.startswith(ERRORS) and text.startswith(answer.text) else "untyped"] += 1
         elif answer.ends != 1 or len(answer.text) > len(text):
-            found["twice"] += 1
+            counts["twice"] += 1
         else:
-            found["finished" if answer.text == text else "wrong"] += 1
-    return found
+            counts["finished" if answer.text == text else "wrong"] += 1
+    return counts
 
 
 def noticed(log: Path, deaths: Sequence[tuple[float, int]]) -> tuple[list[float], list[float]]:
     """For each death, (when, of which member): seconds until the supervisor hears of it; and of those in groups until
     all others of the group have said that they are in an epoch without it. Both in ascending order."""
     heard, followed = list[float](), list[float]()
-    entries = [each for each in read_decisions(log) if isinstance(each, Decision)]
+    entries = [entry for entry in read_decisions(log) if isinstance(entry, Decision)]
     for at, member in deaths:
-        told = next(each.event.at for each in entries if each.event == Lost(each.event.at, member))
+        told = next(entry.event.at for entry in entries if entry.event == Lost(entry.event.at, member))
         heard.append(told - at)
-        since = [each for each in entries if each.event.at >= at]
+        since = [entry for entry in entries if entry.event.at >= at]
         # A link may tell before the process does.
-        alone = [a for each in since if each.event.at <= told for a in each.actions if isinstance(a, Alone)]
-        said = [each.event for each in since if isinstance(each.event, Committed | Load)]
+        alone = [a for entry in since if entry.event.at <= told for a in entry.actions if isinstance(a, Alone)]
+        said = [entry.event for entry in since if isinstance(entry.event, Committed | Load)]
         begun = [next((e.at for e in said if (e.member, e.epoch) == (a.member, a.epoch)), None) for a in alone]
         if begun and None not in begun:  # else another change came before somebody had said so
-            followed.append(max(each for each in begun if each is not None) - at)
+            followed.append(max(entry for entry in begun if entry is not None) - at)
     return sorted(heard), sorted(followed)
 
 
@@ -186,7 +186,7 @@ def grouped(fleet: Fleet) -> list[int]:
     return sorted(member for member, span in spans.items() if span != (0, LAYERS))
 
 
-def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_replica_takes_no_answer_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, log = made(tmp_path), tmp_path / "log"
     stock, total = Stock(model), Counter[str]()
     pool, deaths = drawn(REQUESTS), list[tuple[float, int]]()
@@ -205,17 +205,17 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
                 chosen = draw.choice((in_group and grouped(fleet)) or fleet.members)
                 victim = Fault(chosen, "microbatch", draw.randint(1, MICROBATCHES), "kill")
                 fleet.fault(victim)
-                found = judged(answers.result(), right)
+                counts = judged(answers.result(), right)
             after = fleet.supervisor.state()
-            found["killed"] = len(fleet.happened)
+            counts["killed"] = len(fleet.happened)
             if fleet.happened:
                 deaths.append((fleet.happened_at(), victim.member))
-            found["recomputed"] = after.recomputed - before.recomputed
-            found["drops"], found["restores"] = after.drops - before.drops, after.restores - before.restores
+            counts["recomputed"] = after.recomputed - before.recomputed
+            counts["drops"], counts["restores"] = after.drops - before.drops, after.restores - before.restores
             took = time.monotonic() - begun
             with capsys.disabled():
-                print(f"seed {seed}: {victim.member} at {victim.count}: {dict(found)} in {took:.1f} s", flush=True)
-            total += found
+                print(f"seed {seed}: {victim.member} at {victim.count}: {dict(counts)} in {took:.1f} s", flush=True)
+            total += counts
         fleet.whole(RANKS)
         assert fleet.supervisor.state().replaced == total["killed"], fleet.said
     heard, followed = noticed(log, deaths)
@@ -241,7 +241,7 @@ class Widest:
     """Looks for the group of most replicas, in a thread of its own."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.found = 1
+        self.widest = 1
         self._fleet = fleet
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look)
@@ -256,7 +256,7 @@ class Widest:
 
     def _look(self) -> None:
         while not self._over.wait(0.02):
-            self.found = max(self.found, *map(len, self._fleet.supervisor.state().groups))
+            self.widest = max(self.widest, *map(len, self._fleet.supervisor.state().groups))
 
 
 @NEEDS_ALL
@@ -269,16 +269,16 @@ def test_tokens_stay_and_memory_comes_back(ranks: int, tmp_path: Path, capsys: p
         cycles = 0
         while cycles < CYCLES:
             drops = fleet.supervisor.state().restores
-            found = fleet.burst(asked)
-            assert [each.text for each in found] == right, fleet.said
-            assert [each.ends for each in found] == [1] * len(asked)
+            answers = fleet.burst(asked)
+            assert [answer.text for answer in answers] == right, fleet.said
+            assert [answer.ends for answer in answers] == [1] * len(asked)
             fleet.whole(ranks)
             cycles += fleet.supervisor.state().restores > drops
             rest = fleet.at_rest()
             # twins of layers are kept ready, and a page that stands for those in files; nothing else is on the host
-            assert max(each["host_pages"] - each["host_free"] for each in rest) <= WEIGHTS + 1
+            assert max(view["host_pages"] - view["host_free"] for view in rest) <= WEIGHTS + 1
             with capsys.disabled():
-                print(f"cycle {cycles}: groups of up to {widest.found}", flush=True)
+                print(f"cycle {cycles}: groups of up to {widest.widest}", flush=True)
         state = fleet.supervisor.state()
         assert (state.replaced, state.fenced) == (0, 0), fleet.said
-        assert widest.found == ranks
+        assert widest.widest == ranks

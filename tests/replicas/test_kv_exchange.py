@@ -38,16 +38,16 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 def test_every_layer_comes_to_who_gets_it_from_one_that_has_it(layers: int, old: int, new: int, shift: int) -> None:
     had = {f"r{n}": span for n, span in enumerate(evenly(layers, old))}
     gets = {f"r{n + shift}": span for n, span in enumerate(evenly(layers, new))}
-    found = moves(had, gets)
+    moved = moves(had, gets)
     came: dict[str, list[int]] = {name: [] for name in gets}
-    for source, target, run in found:
+    for source, target, run in moved:
         assert run
         assert set(run) <= set(had[source])
         came[target] += run
         for layer in run:
             if target in had and layer in had[target]:
                 assert source == target, "what is there is not sent"
-    assert {name: sorted(each) for name, each in came.items()} == {name: list(span) for name, span in gets.items()}
+    assert {name: sorted(moved) for name, moved in came.items()} == {name: list(span) for name, span in gets.items()}
 
 
 def test_a_merged_group_sends_each_layer_once() -> None:
@@ -55,7 +55,7 @@ def test_a_merged_group_sends_each_layer_once() -> None:
     assert moves({"a": range(8)}, half) == [("a", "a", range(4)), ("a", "b", range(4, 8))]
     assert moves(half, {"a": range(8)}) == [("a", "a", range(4)), ("b", "a", range(4, 8))]
     quarters = {"a": range(2), "c": range(2, 4), "b": range(4, 6), "d": range(6, 8)}
-    assert [each for each in moves(half, quarters) if each[0] != each[1]] == [
+    assert [move for move in moves(half, quarters) if move[0] != move[1]] == [
         ("a", "c", range(2, 4)),
         ("b", "d", range(6, 8)),
     ]
@@ -90,8 +90,8 @@ def joined(
     told = Told()
     with Replicas([build("llama", num_hidden_layers=2) for _ in range(2)]) as members:
         singles = [InProcess(0, [member], [range(2)], told) for member in members]
-        for number, each in enumerate(asked):
-            singles[number % 2].add(each)
+        for number, request in enumerate(asked):
+            singles[number % 2].add(request)
         for _ in range(10):
             for single in singles:
                 single.step()
@@ -104,8 +104,8 @@ def joined(
             act(group, change)
         group.run()
         assert all(not follower.held for follower in group.followers)
-        assert [len(cache.pool.used) for each in (*singles, group) for cache in each.caches] == [0] * 4
-        del singles, single, group, change, each
+        assert [len(cache.pool.used) for part in (*singles, group) for cache in part.caches] == [0] * 4
+        del singles, single, group, change, request
     return told
 
 
@@ -176,10 +176,10 @@ def test_a_piece_that_finds_no_memory_as_it_is_taken_has_the_request_computed_ag
     stock, count, changes = MemoryLink.take, iter(range(10**6)), list[Regroup]()
 
     def take(self: MemoryLink, tag: str) -> torch.Tensor | None:
-        found = stock(self, tag)
-        if tag == "kv" and found is not None and next(count) == wrong:
+        piece = stock(self, tag)
+        if tag == "kv" and piece is not None and next(count) == wrong:
             raise torch.OutOfMemoryError("planted")
-        return found
+        return piece
 
     def act(group: InProcess, change: Regroup) -> None:
         changes[:] = [change]
@@ -205,14 +205,14 @@ def test_a_request_is_cancelled_on_its_way() -> None:
 
     told = joined(asked, act)
     assert "q2" not in told.over
-    others = [each for each in asked if each.name != "q2"]
-    assert told.answers(others) == [each for n, each in enumerate(expected) if n != 2]
+    others = [request for request in asked if request.name != "q2"]
+    assert told.answers(others) == [answer for n, answer in enumerate(expected) if n != 2]
 
 
 def test_new_requests_are_served_while_others_are_on_their_way() -> None:
     asked, expected = of_one_replica()
     install()
-    more = [replace(each, name=f"n{each.name}", new=4) for each in asked]
+    more = [replace(request, name=f"n{request.name}", new=4) for request in asked]
     heard = Told()
     served = []
 
@@ -221,8 +221,8 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
             group.leader.requests._notify = lambda request, error: (heard if request.name.startswith("n") else stock)(
                 request, error
             )
-            for each in more:
-                group.add(each)
+            for request in more:
+                group.add(request)
         served.append(len(heard.over))
         group.step()
 
@@ -230,8 +230,8 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
     stock = told
     with Replicas([build("llama", num_hidden_layers=2) for _ in range(2)]) as members:
         single = InProcess(0, members[:1], [range(2)], told)
-        for each in asked:
-            single.add(each)
+        for request in asked:
+            single.add(request)
         for _ in range(14):
             single.step()
         group = InProcess(1, members, evenly(2, 2), told)
@@ -242,7 +242,7 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
         group.run()
         del single, group, change
     assert told.answers(asked) == expected
-    assert heard.answers(more) == [each[:4] for each in expected]
+    assert heard.answers(more) == [answer[:4] for answer in expected]
 
 
 # What is kept of requests
@@ -284,7 +284,7 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collections")
-def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handover_that_is_given_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of lost KV is needed for layers at once, before a collection of cycles."""
     monkeypatch.setattr(handover, "pieces", lambda *_: iter([Piece("a", 4, 2, n, 1) for n in range(3)]))
     monkeypatch.setattr(
@@ -299,10 +299,10 @@ def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPat
     change.take_in(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4, 1),)))
     while "kv" not in link.tags:
         assert change.step()
-    kept = [weakref.ref(each) for each in (old, stage.cache)]
+    kept = [weakref.ref(cache) for cache in (old, stage.cache)]
     change.close()
     del change, old, given, stage
-    assert [each() for each in kept] == [None, None]
+    assert [reference() for reference in kept] == [None, None]
 
 
 # Tokens and pages
@@ -332,13 +332,13 @@ def test_tokens_stay_while_spans_change(name: str, sampling: Sampling | None) ->
     """One replica, two, four, and one again, in the middle of answers."""
     model, told = four_layers(name), Told()
     asked = requests(prompts(5, 2 * CHUNK), 24, sampling)
-    greedy = said(model, [list(each.prompt) for each in asked], 24) if sampling is None else None
+    greedy = said(model, [list(request.prompt) for request in asked], 24) if sampling is None else None
     install()
     expected = greedy or answered(model, asked, 1)
     with Replicas([four_layers(name) for _ in range(4)]) as members:
         current = group(members, 1, told)
-        for each in asked[:3]:
-            current.add(each)
+        for request in asked[:3]:
+            current.add(request)
         for epoch, stages in enumerate((2, 4, 1), 2):
             for _ in range(6):
                 current.step()
@@ -348,8 +348,8 @@ def test_tokens_stay_while_spans_change(name: str, sampling: Sampling | None) ->
             change = Regroup([current], [following, *apart], lambda request: 0, 2)
             assert change.left > 0
             if epoch == 2:
-                for each in asked[3:]:
-                    following.add(each)
+                for request in asked[3:]:
+                    following.add(request)
             while change.step():
                 following.step()
             assert sectors(current) == [0] * len(current.stages)
@@ -378,8 +378,8 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
     asked, told = requests([list(range(3, 3 + n)) for n in (40, 16, 33)], 100), Told()
     with Replicas([paged() for _ in range(4)]) as members:
         current = group(members, 1, told)
-        for each in asked:
-            current.add(each)
+        for request in asked:
+            current.add(request)
         for epoch, stages in enumerate((2, 4, 2, 1), 2):
             for _ in range(12):
                 current.step()
@@ -387,17 +387,17 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
             fixed = sum(cache.pages.pieces(1)[-1] + 1 for cache in following.caches)
             held = {}
             current.drain()
-            for each in asked:
-                held[each.name] = current.leader.requests.held(each.name)
-                blocks = -(-held[each.name] // 16)
+            for request in asked:
+                held[request.name] = current.leader.requests.held(request.name)
+                blocks = -(-held[request.name] // 16)
                 k = len(current.stages)
-                assert pages_of(current, each.name) == [blocks * 4 // k] * k
+                assert pages_of(current, request.name) == [blocks * 4 // k] * k
             apart = split(members[stages : len(current.stages)], told, epoch)
             Regroup([current], [following, *apart], lambda request: 0, 3).run()
-            for each in asked:
-                assert pages_of(current, each.name) == [0] * len(current.stages)
-                assert pages_of(following, each.name) == [-(-held[each.name] // 16) * 4 // stages] * stages
-                assert [follower.held[each.name] for follower in following.followers] == [held[each.name]] * (
+            for request in asked:
+                assert pages_of(current, request.name) == [0] * len(current.stages)
+                assert pages_of(following, request.name) == [-(-held[request.name] // 16) * 4 // stages] * stages
+                assert [follower.held[request.name] for follower in following.followers] == [held[request.name]] * (
                     stages - 1
                 )
             current = following
@@ -429,11 +429,11 @@ def test_dropping_and_restoring_again_and_again_leaves_no_page_behind() -> None:
 
         before = existing()
         single = split(members, told, 1)
-        for each in asked:
-            single[home(each)].add(each)
+        for request in asked:
+            single[home(request)].add(request)
         for cycle in range(20):
-            for each in single:
-                each.step()
+            for replica in single:
+                replica.step()
             joined = group(members, 2, told, 2 * cycle + 2)
             Regroup(single, [joined], lambda request: 0, 4).run()
             single = []
@@ -443,13 +443,13 @@ def test_dropping_and_restoring_again_and_again_leaves_no_page_behind() -> None:
             change = Regroup([joined], single, home, 64)
             assert change.left >= 3
             while sum(change.step() for _ in range(4)):
-                for each in single:
-                    each.step()
+                for replica in single:
+                    replica.step()
             del change, joined
         assert not told.over
-        for each in single:
-            each.run()
+        for replica in single:
+            replica.run()
         assert told.answers(asked) == expected
-        assert [len(cache.pool.used) for each in single for cache in each.caches] == [0, 0]
-        del single, each
+        assert [len(cache.pool.used) for replica in single for cache in replica.caches] == [0, 0]
+        del single, replica
         assert existing() == before  # a group's memory has gone with it, at once

@@ -60,54 +60,54 @@ class Outline:
 
 def outline(log: Iterable[Entry]) -> Outline:
     """The outline of a log."""
-    found = Outline()
+    outlined = Outline()
     names: dict[str, int] = {}
     stages: dict[int, int] = {}  # of the members of the last groups that were prepared to drop
-    for each in log:
-        if not isinstance(each, Decision):
+    for entry in log:
+        if not isinstance(entry, Decision):
             continue
-        event = each.event
+        event = entry.event
         if isinstance(event, protocol.Arrived):
             names[event.request] = len(names)
-            found.requests.append(Counter({f"{event.prompt} and {event.new} tokens": 1}))
+            outlined.requests.append(Counter({f"{event.prompt} and {event.new} tokens": 1}))
         elif isinstance(event, protocol.Finished | protocol.Left):
-            found.requests[names[event.request]][type(event).__name__] += 1
+            outlined.requests[names[event.request]][type(event).__name__] += 1
         elif isinstance(event, _SAID):
-            found.said[type(event).__name__, event.epoch, event.member] += 1
+            outlined.said[type(event).__name__, event.epoch, event.member] += 1
         elif isinstance(event, _FAILED):
-            found.changes.append((type(event).__name__, event.member))
-        for action in each.actions:
-            _note(action, found, names, stages)
-    return found
+            outlined.changes.append((type(event).__name__, event.member))
+        for action in entry.actions:
+            _note(action, outlined, names, stages)
+    return outlined
 
 
-def _note(action: Action, found: Outline, names: dict[str, int], stages: dict[int, int]) -> None:
+def _note(action: Action, outlined: Outline, names: dict[str, int], stages: dict[int, int]) -> None:
     kind = type(action).__name__
     match action:
         case protocol.Dispatch() | protocol.Hold() | protocol.Cancel():
-            found.requests[names[action.request]][kind] += 1
+            outlined.requests[names[action.request]][kind] += 1
         case protocol.Recompute():
             for name in action.requests:
-                found.requests[names[name]][kind] += 1
+                outlined.requests[names[name]][kind] += 1
         case protocol.Refuse():
-            found.requests[names[action.request]][f"{kind}: {action.reason.value}"] += 1
+            outlined.requests[names[action.request]][f"{kind}: {action.reason.value}"] += 1
         case protocol.Prepare():
             for group in action.groups:
                 if group.is_dropped:
                     stages.update({member: stage for stage, member in enumerate(group.members)})
-            found.changes.append((kind, action.epoch, _groups(action.groups), len(action.pulls)))
+            outlined.changes.append((kind, action.epoch, _groups(action.groups), len(action.pulls)))
         case protocol.Commit():
-            found.changes.append((kind, action.epoch))
+            outlined.changes.append((kind, action.epoch))
         case protocol.StartRestore():
             pulls: dict[int, list[tuple[int, int | None]]] = {}
-            for each in action.pulls:
-                source = None if each.source is None else stages[each.source]
-                pulls.setdefault(stages[each.member], []).append((each.layer, source))
-            found.changes.append((kind, action.epoch, sorted(pulls.items())))
+            for pull in action.pulls:
+                source = None if pull.source is None else stages[pull.source]
+                pulls.setdefault(stages[pull.member], []).append((pull.layer, source))
+            outlined.changes.append((kind, action.epoch, sorted(pulls.items())))
         case protocol.Decline():
             pass
         case _:
-            found.changes.append((kind, action))
+            outlined.changes.append((kind, action))
 
 
 def _groups(groups: Iterable[Group]) -> list[tuple[object, ...]]:
@@ -117,11 +117,11 @@ def _groups(groups: Iterable[Group]) -> list[tuple[object, ...]]:
 def script(log: Iterable[Entry]) -> tuple[list[RecordedArrival], list[PlayedFault]]:
     """What happened to a controller from outside, by its log, at seconds after the first event: requests that came, and
     replicas that joined and ended."""
-    decisions = [each for each in log if isinstance(each, Decision)]
+    decisions = [entry for entry in log if isinstance(entry, Decision)]
     first = decisions[0].event.at
     arrivals, faults = list[RecordedArrival](), list[PlayedFault]()
-    for each in decisions:
-        event, at = each.event, each.event.at - first
+    for decision in decisions:
+        event, at = decision.event, decision.event.at - first
         match event:
             case protocol.Arrived():
                 arrivals.append(RecordedArrival(at, event.prompt, event.new))
@@ -180,7 +180,7 @@ def simulated(log: list[Entry]) -> list[Entry]:
     """The log of a simulation of what happened in another, on replicas of the same sizes, with the same costs."""
     setup = log[0]
     assert isinstance(setup, Setup)
-    joined = next(each.event for each in log if isinstance(each, Decision) and isinstance(each.event, Joined))
+    joined = next(entry.event for entry in log if isinstance(entry, Decision) and isinstance(entry.event, Joined))
     page, layers = setup.kv.page, len(setup.pages)
     shape = Shape(tuple(pages * page for pages in setup.pages), 0, setup.kv.token, setup.kv.token // layers)
     memory = joined.pages * page
@@ -188,13 +188,15 @@ def simulated(log: list[Entry]) -> list[Entry]:
     fleet = VirtualFleet(shape, 0, memory, page, 2**26, link, link, batch=setup.tuning.chunk, block=16)
     arrivals, faults = script(log)
     restored = [
-        each for each in log if isinstance(each, Decision) and any(isinstance(it, Commit) for it in each.actions)
+        entry for entry in log if isinstance(entry, Decision) and any(isinstance(it, Commit) for it in entry.actions)
     ][-1]
-    begin = next(each.event.at for each in log if isinstance(each, Decision))
+    begin = next(entry.event.at for entry in log if isinstance(entry, Decision))
     after = restored.event.at - begin
     # The burst comes at once, however long a loaded machine took to send it.
-    arrivals = [replace(each, at=each.at + LATER if each.at > after else arrivals[0].at) for each in arrivals]
-    faults = [structs.replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
+    arrivals = [
+        replace(arrival, at=arrival.at + LATER if arrival.at > after else arrivals[0].at) for arrival in arrivals
+    ]
+    faults = [structs.replace(fault, at=fault.at + LATER * (fault.at > after)) for fault in faults]
     simulation: list[Entry] = []
     run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, simulation.append, faults)
     run.answers()
@@ -204,8 +206,8 @@ def simulated(log: list[Entry]) -> list[Entry]:
 
 def test_every_answer_is_stocks(lived: Lived) -> None:
     right = Stock(lived.model).answers(lived.asked)
-    assert [(each.text, each.error, each.ends) for each in lived.answers] == [(text, None, 1) for text in right]
-    assert [each.text for each in lived.after] == [right[0]] * 2
+    assert [(answer.text, answer.error, answer.ends) for answer in lived.answers] == [(text, None, 1) for text in right]
+    assert [answer.text for answer in lived.after] == [right[0]] * 2
 
 
 def test_the_drop_and_the_restore_are_seen(lived: Lived) -> None:
@@ -250,9 +252,9 @@ def test_a_live_run_and_its_simulation_take_the_same_decisions(lived: Lived) -> 
     assert sum(isinstance(one.event, Arrived) for one, _ in again) == BURST + 2
     here = simulated(there)
     assert here[0] == there[0], "the same setup"
-    wanted, found = outline(there), outline(here)
-    assert found.changes == wanted.changes
-    assert found.said == wanted.said
-    assert found.requests == wanted.requests
-    spans = [each for each in wanted.changes if each[0] == Prepare.__name__]
-    assert [len(each[2]) for each in spans] == [1, 2], "a drop of both to a pair, and a restore to two"  # type: ignore[arg-type]
+    wanted, played = outline(there), outline(here)
+    assert played.changes == wanted.changes
+    assert played.said == wanted.said
+    assert played.requests == wanted.requests
+    spans = [change for change in wanted.changes if change[0] == Prepare.__name__]
+    assert [len(change[2]) for change in spans] == [1, 2], "a drop of both to a pair, and a restore to two"  # type: ignore[arg-type]

@@ -47,8 +47,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 def said(model: Any, asked: list[list[int]], new: int = 12) -> list[list[int]]:
     """Stock's answers, in batches of as many tokens."""
-    found = answers(model, asked, new, num_blocks=400, page_size=BLOCK, max_batch_tokens=CHUNK)
-    return [each.tokens for each in found]
+    outputs = answers(model, asked, new, num_blocks=400, page_size=BLOCK, max_batch_tokens=CHUNK)
+    return [answer.tokens for answer in outputs]
 
 
 def four_layers(name: str) -> Any:
@@ -119,16 +119,16 @@ def shuffled(group: InProcess, chance: random.Random) -> None:
 
 def any_cuts(chance: random.Random) -> Callable[[Sequence[Size], int], list[list[Piece]]]:
     def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in range(places)]
+        microbatches: list[list[Piece]] = [[] for _ in range(places)]
         at = 0
         for index, (_, new) in enumerate(chunks):
             first = at
             while new:
                 taken = new if at == places - 1 else chance.randint(1, new)
-                found[at].append((index, taken))
+                microbatches[at].append((index, taken))
                 new -= taken
                 at = min(places - 1, at + 1) if new else chance.choice((first, at))
-        return [each for each in found if each]
+        return [microbatch for microbatch in microbatches if microbatch]
 
     return split
 
@@ -140,12 +140,12 @@ def test_any_order_of_stages_and_any_cuts_give_the_same_tokens(seed: int) -> Non
     install()
     with grouped(model, 2 + seed % 3, split=any_cuts(chance)) as (group, told):
         waiting = requests(asked, 8)
-        for each in waiting[:4]:
-            group.add(each)
+        for request in waiting[:4]:
+            group.add(request)
         for _ in range(8):
             group.step()
-        for each in waiting[4:]:
-            group.add(each)
+        for request in waiting[4:]:
+            group.add(request)
         shuffled(group, chance)
     assert told.answers(waiting) == expected
 
@@ -154,8 +154,8 @@ def test_every_stage_has_a_microbatch() -> None:
     model, asked, _ = llama(6, CHUNK, 10)
     install()
     with grouped(model, 3) as (group, told):
-        for each in requests(asked):
-            group.add(each)
+        for request in requests(asked):
+            group.add(request)
         busy = []
         while not group.leader.idle:
             busy.append([stage.has_work() for stage in group.stages[1:]])
@@ -171,10 +171,10 @@ def test_an_answer_ends_with_a_token_that_ends_it() -> None:
     model, asked, whole = llama(6, CHUNK, 10)
     ends = whole[0][3], whole[1][7]
     install()
-    told = answered(model, [Request(each.name, each.prompt, 10, ends=ends) for each in requests(asked)], 3)
-    for found, all_ in zip(told, whole, strict=True):
+    told = answered(model, [Request(request.name, request.prompt, 10, ends=ends) for request in requests(asked)], 3)
+    for tokens, all_ in zip(told, whole, strict=True):
         last = next((n for n, token in enumerate(all_) if token in ends), len(all_) - 1)
-        assert found == all_[: last + 1]
+        assert tokens == all_[: last + 1]
     assert len(told[0]) <= 4
 
 
@@ -185,8 +185,8 @@ def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
     install()
     with grouped(model, 3) as (group, told):
         waiting = requests(asked, 8)
-        for each in waiting:
-            group.add(each)
+        for request in waiting:
+            group.add(request)
         for _ in range(when):
             group.step()
         for name in ("q0", "q3"):
@@ -198,7 +198,10 @@ def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
         heard = told.tokens.get("q3")
         group.run()
         assert told.tokens.get("q3") == heard
-        assert [list(told.tokens[each.name]) for each in waiting if each.name != "q3"] == [*expected[:3], *expected[4:]]
+        assert [list(told.tokens[request.name]) for request in waiting if request.name != "q3"] == [
+            *expected[:3],
+            *expected[4:],
+        ]
         assert all(not follower.held for follower in group.followers)
 
 
@@ -213,8 +216,8 @@ def test_requests_are_preempted_where_pages_run_out(stages: int, host: int) -> N
     spans, told = evenly(3, stages), Told()
     with Replicas([model]) as (member,):
         group = InProcess(1, [member] * stages, spans, told)
-        for each in requests(asked, 24):
-            group.add(each)
+        for request in requests(asked, 24):
+            group.add(request)
         group.run()
         assert told.answers(requests(asked, 24)) == expected
         if host > 1:
@@ -225,8 +228,8 @@ def test_requests_are_preempted_where_pages_run_out(stages: int, host: int) -> N
 class Lacks:
     """In the place of a function that gets memory, which fails from its `first` call on, `times` times."""
 
-    def __init__(self, stock: Callable[..., Any], first: int, times: int, found: Any) -> None:
-        self._stock, self._first, self._times, self._found = stock, first, times, found
+    def __init__(self, stock: Callable[..., Any], first: int, times: int, error: Any) -> None:
+        self._stock, self._first, self._times, self._error = stock, first, times, error
         self.calls = self.failed = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -234,9 +237,9 @@ class Lacks:
         if self.calls < self._first or self.failed == self._times:
             return self._stock(*args)
         self.failed += 1
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
+        if isinstance(self._error, Exception):
+            raise self._error
+        return self._error
 
 
 @functools.lru_cache
@@ -257,8 +260,8 @@ def test_a_follower_without_memory_has_the_request_computed_again(
     with grouped(model, 3) as (group, told):
         lacks = Lacks(group.caches[stage].store, first, 3, False)
         monkeypatch.setattr(group.caches[stage], "store", lacks)
-        for each in asked:
-            group.add(each)
+        for request in asked:
+            group.add(request)
         group.run()
         assert lacks.failed == 3
         assert told.answers(asked) == expected
@@ -280,8 +283,8 @@ def test_a_stage_without_memory_in_the_middle_has_its_microbatch_computed_again(
             return lacks(whose._runner, *args) if stock else None
 
         monkeypatch.setattr(whose._runner, "run", run)
-        for each in requests(asked, 8):
-            group.add(each)
+        for request in requests(asked, 8):
+            group.add(request)
         group.run()
         assert lacks.failed == 2
         assert told.answers(requests(asked)) == expected
@@ -299,15 +302,15 @@ def test_a_follower_without_memory_for_what_it_is_given_has_the_microbatch_compu
         stock, came = link.recv, list[str]()
 
         def recv(tag: str) -> torch.Tensor:
-            found: torch.Tensor = stock(tag)
+            received: torch.Tensor = stock(tag)
             came.append(tag)
             if tag == "states" and came.count(tag) in (first, first + 1):
                 raise torch.OutOfMemoryError("planted")
-            return found
+            return received
 
         monkeypatch.setattr(link, "recv", recv)
-        for each in requests(asked, 8):
-            group.add(each)
+        for request in requests(asked, 8):
+            group.add(request)
         group.run()
         assert came.count("states") > first
         assert told.answers(requests(asked)) == expected
@@ -328,19 +331,19 @@ def test_a_request_that_is_alone_and_never_finds_memory_fails(monkeypatch: pytes
 
 def test_sampled_tokens_do_not_depend_on_stages_or_on_where_a_request_begins_again() -> None:
     model, asked, expected = alone(SAMPLED)
-    assert expected != said(model, [list(each.prompt) for each in asked], 6)
+    assert expected != said(model, [list(request.prompt) for request in asked], 6)
     install()
     for stages in (2, 3, 4):
         assert answered(model, asked, stages) == expected
     for known in (1, 5):
         begun = [
-            Request(each.name, each.prompt, 6, each.sampling, delivered=tuple(tokens[:known]))
-            for each, tokens in zip(asked, expected, strict=True)
+            Request(request.name, request.prompt, 6, request.sampling, delivered=tuple(tokens[:known]))
+            for request, tokens in zip(asked, expected, strict=True)
         ]
         with grouped(model, 2) as (group, told):
-            for each in begun:
-                told.tokens[each.name] = each.delivered
-                group.add(each)
+            for request in begun:
+                told.tokens[request.name] = request.delivered
+                group.add(request)
             group.run()
             assert told.answers(asked) == expected
 
@@ -384,8 +387,8 @@ VOCABULARY = 97
 
 
 def logits(rows: int, seed: int = 3) -> torch.Tensor:
-    found = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
-    return found.mul(4).round().div(4)  # many are equal
+    made = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
+    return made.mul(4).round().div(4)  # many are equal
 
 
 def probabilities(row: torch.Tensor, settings: Sampling) -> torch.Tensor:
@@ -396,8 +399,8 @@ def probabilities(row: torch.Tensor, settings: Sampling) -> torch.Tensor:
         scores = TopKLogitsWarper(settings.top_k)(ids, scores)
     if settings.top_p < 1:
         scores = TopPLogitsWarper(settings.top_p)(ids, scores)
-    found: torch.Tensor = scores.softmax(-1)[0]
-    return found
+    chances: torch.Tensor = scores.softmax(-1)[0]
+    return chances
 
 
 SETTINGS = [
@@ -418,8 +421,8 @@ def test_tokens_come_as_often_as_transformers_processors_say(settings: Sampling)
     if settings.top_p < 1:  # which of equal ones goes is not said
         row = row + torch.linspace(0, 0.1, VOCABULARY)
     expected = probabilities(row, settings)
-    found = sample(row.expand(draws, -1), [settings] * draws, range(draws))
-    counts = torch.bincount(torch.tensor(found), minlength=VOCABULARY).double() / draws
+    tokens = sample(row.expand(draws, -1), [settings] * draws, range(draws))
+    counts = torch.bincount(torch.tensor(tokens), minlength=VOCABULARY).double() / draws
     assert not counts[expected == 0].any()
     # a fixed sequence of numbers: no chance is involved; 5 deviations of a binomial one
     assert ((counts - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt() + 1e-9).all()
@@ -437,15 +440,15 @@ def test_rows_do_not_depend_on_those_beside_them() -> None:
 def test_without_a_temperature_the_likeliest_is_chosen() -> None:
     rows = logits(5)
     mixed = [Sampling(1), Sampling(2, 1.0), Sampling(3), Sampling(4, 2.0), Sampling(5)]
-    found = sample(rows, mixed, [9] * 5)
-    assert [found[0], found[2], found[4]] == rows.argmax(-1)[[0, 2, 4]].tolist()
+    tokens = sample(rows, mixed, [9] * 5)
+    assert [tokens[0], tokens[2], tokens[4]] == rows.argmax(-1)[[0, 2, 4]].tolist()
 
 
 def test_numbers_depend_on_seed_and_position_and_fill_the_interval() -> None:
-    found = [uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(500)]
-    assert len(set(found)) == len(found)
-    assert 0 <= min(found) < 0.01
-    assert 0.99 < max(found) < 1
+    numbers = [uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(500)]
+    assert len(set(numbers)) == len(numbers)
+    assert 0 <= min(numbers) < 0.01
+    assert 0.99 < max(numbers) < 1
     assert uniform(5, 6) == uniform(5, 6) != uniform(6, 5)
 
 
@@ -479,14 +482,14 @@ class InParts:
 
             cache.update = noting
             try:
-                found = SpliceStage(self.splice).run(inputs, given)
+                sent = SpliceStage(self.splice).run(inputs, given)
             finally:
                 del cache.update
-            given = found if isinstance(found, Hidden) else None
-        assert isinstance(found, Logits)
+            given = sent if isinstance(sent, Hidden) else None
+        assert isinstance(sent, Logits)
         assert self.splice.model.config._attn_implementation == attention  # also after the proof
         self.steps += 1
-        return found.output
+        return sent.output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.splice.model, name)
@@ -495,9 +498,9 @@ class InParts:
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[InParts]:
     """Has whatever is batched run in these parts."""
-    found: list[InParts] = []
-    monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", lambda self, model: STEP(self, found[0]))
-    return found
+    parts: list[InParts] = []
+    monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", lambda self, model: STEP(self, parts[0]))
+    return parts
 
 
 @pytest.mark.parametrize("managed", [False, True], ids=["stock", "managed"])
@@ -508,17 +511,17 @@ def test_a_batch_in_parts_is_the_whole(name: str, managed: bool, in_parts: list[
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(ContinuousBatchProcessor, "_generation_step", STEP)
         expected = stock(model, PROMPTS)
-    assert not any(each.error for each in expected)
+    assert not any(answer.error for answer in expected)
     splice = Splice(model)
     parts = InParts(splice, [Span(0, 1), Span(1, 3), Span(3, 4)])
     in_parts.append(parts)
     if managed:
         ballonet.install(2**24, page_size=65536, host_budget=2**24, device="cpu")
         with ballonet.manage(model):
-            found = answers(model, PROMPTS)
+            outputs = answers(model, PROMPTS)
     else:
-        found = answers(model, PROMPTS, num_blocks=16 * len(PROMPTS))  # not what is known of it
+        outputs = answers(model, PROMPTS, num_blocks=16 * len(PROMPTS))  # not what is known of it
     splice.close()
-    assert found == expected
+    assert outputs == expected
     assert parts.steps > 5
     assert parts.updated == [{0}, {1, 2}, {3}]

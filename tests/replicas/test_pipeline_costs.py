@@ -42,7 +42,7 @@ def test_the_chunks_of_a_prompt_add_up_to_it(before: int, chunks: list[int]) -> 
         at += new
     whole = PLAIN.seconds(before, sum(chunks))
     assert PLAIN.batch(parts) == pytest.approx(whole)
-    assert sum(PLAIN.seconds(*each) for each in parts) == pytest.approx(whole + (len(parts) - 1) * PLAIN.gamma)
+    assert sum(PLAIN.seconds(*chunk) for chunk in parts) == pytest.approx(whole + (len(parts) - 1) * PLAIN.gamma)
 
 
 def test_a_decoding_request_has_its_own_cost_and_the_weights_are_read_once() -> None:
@@ -80,7 +80,7 @@ def test_a_cut_is_the_longest_chunk_within_the_time(cost: ChunkCost, before: int
 
 
 @pytest.mark.parametrize("parts", [(-1.0, 1.0, 1.0), (math.nan, 1.0, 1.0), (1.0, math.inf, 1.0)])
-def test_what_is_no_cost_is_refused(parts: tuple[float, float, float]) -> None:
+def test_cost_with_a_part_below_zero_or_not_finite_is_refused(parts: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="no number of seconds"):
         ChunkCost(*parts)
 
@@ -110,22 +110,22 @@ def samples(cost: ChunkCost, noise: float, count: int = 200) -> list[Sample]:
 @pytest.mark.parametrize("prefix", [0.0, 3e-7])
 def test_the_fit_finds_what_made_the_samples(square: float | None, prefix: float) -> None:
     truth = ChunkCost(2e-9, 1e-5, 5e-3, square, prefix, decode=ChunkCost(0.0, 4e-5, 4e-3, prefix=2e-7))
-    found = fit(samples(truth, 0.0))
-    assert found.error < 1e-6
-    assert (found.cost.square is None) == (square is None), "no coefficient that does not help"
-    assert (found.cost.prefix > 0) == (prefix > 0)
-    assert found.cost.alpha == pytest.approx(truth.alpha, rel=1e-3)
-    assert found.cost.gamma == pytest.approx(truth.gamma, rel=1e-3)
+    fitted = fit(samples(truth, 0.0))
+    assert fitted.error < 1e-6
+    assert (fitted.cost.square is None) == (square is None), "no coefficient that does not help"
+    assert (fitted.cost.prefix > 0) == (prefix > 0)
+    assert fitted.cost.alpha == pytest.approx(truth.alpha, rel=1e-3)
+    assert fitted.cost.gamma == pytest.approx(truth.gamma, rel=1e-3)
     for chunk in [(0, 900), (5000, 100), (800, 1)]:
-        assert found.cost.seconds(*chunk) == pytest.approx(truth.seconds(*chunk), rel=1e-3)
+        assert fitted.cost.seconds(*chunk) == pytest.approx(truth.seconds(*chunk), rel=1e-3)
 
 
 def test_the_fit_finds_pairs_of_different_requests() -> None:
     truth = ChunkCost.packed(5e-3, 1e-4, 2e-6, 3e-8)
-    found = fit(samples(truth, 0.0))
-    assert found.error < 1e-6
+    fitted = fit(samples(truth, 0.0))
+    assert fitted.error < 1e-6
     for field in ("alpha", "beta", "gamma", "within", "prefix", "others"):
-        assert getattr(found.cost, field) == pytest.approx(getattr(truth, field), rel=1e-3)
+        assert getattr(fitted.cost, field) == pytest.approx(getattr(truth, field), rel=1e-3)
     assert fit(samples(truth, 0.05)).cost.others > 0, "although the times are disturbed"
     assert fit(samples(ChunkCost(2e-8, 1e-5, 5e-3, decode=ChunkCost(0.0, 4e-5, 4e-3)), 0.05)).cost.others == 0
 
@@ -140,12 +140,12 @@ def test_the_fit_finds_pairs_of_different_requests() -> None:
 )
 def test_the_fit_finds_what_one_row_takes_less(truth: ChunkCost) -> None:
     taken = samples(truth, 0.0)
-    found = fit(taken)
-    assert found.error < 1e-6
+    fitted = fit(taken)
+    assert fitted.error < 1e-6
     for chunks in ([(300, 1)], [(300, 1)] * 3, [(0, 256)]):
-        assert found.cost.batch(chunks) == pytest.approx(truth.batch(chunks), rel=1e-3)
-    several = [each for each in taken if len(each.chunks) > 1]
-    assert (found.cost.decode or found.cost).lone > 0
+        assert fitted.cost.batch(chunks) == pytest.approx(truth.batch(chunks), rel=1e-3)
+    several = [sample for sample in taken if len(sample.chunks) > 1]
+    assert (fitted.cost.decode or fitted.cost).lone > 0
     told_nothing = fit(several).cost
     assert (told_nothing.decode or told_nothing).lone == 0.0, "no batch has one row"
 
@@ -153,21 +153,19 @@ def test_the_fit_finds_what_one_row_takes_less(truth: ChunkCost) -> None:
 def test_the_error_is_that_of_batches_that_were_held_out() -> None:
     truth = ChunkCost(2e-9, 1e-5, 5e-3, decode=ChunkCost(1e-8, 4e-5, 4e-3))
     taken = samples(truth, 0.1)
-    found = fit(taken)
+    fitted = fit(taken)
     fresh = samples(truth, 0.1, 1000)[len(taken) :]
-    seen = sum(abs(found.cost.batch(each.chunks) / each.seconds - 1) for each in fresh) / len(fresh)
-    assert found.error == pytest.approx(seen, rel=0.35)
-    assert found.decode_error is not None
+    seen = sum(abs(fitted.cost.batch(sample.chunks) / sample.seconds - 1) for sample in fresh) / len(fresh)
+    assert fitted.error == pytest.approx(seen, rel=0.35)
 
 
 def test_batches_that_are_held_out_have_no_part_in_the_fit() -> None:
     taken = samples(ChunkCost(2e-9, 1e-5, 5e-3, decode=ChunkCost(1e-8, 4e-5, 4e-3)), 0.0)
     odd: list[Sample] = []
     for decoding in (False, True):
-        kind = [each for each in taken if all(is_decode(*chunk) for chunk in each.chunks) == decoding]
-        odd += [Sample(each.chunks, each.seconds * (3 if n % 4 == 0 else 1)) for n, each in enumerate(kind)]
-    found = fit(odd)
-    assert (found.prefill_error, found.decode_error) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+        kind = [sample for sample in taken if all(is_decode(*chunk) for chunk in sample.chunks) == decoding]
+        odd += [Sample(sample.chunks, sample.seconds * (3 if n % 4 == 0 else 1)) for n, sample in enumerate(kind)]
+    assert fit(odd).error == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
@@ -188,7 +186,7 @@ AZURE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "azure_2023_c
 
 def chunks(prompts: list[int]) -> list[ChunkSize]:
     """The prompts, whole, in order; every fifth behind a cached prefix of 2,000 tokens."""
-    return [ChunkSize(n, 2000 if n % 5 == 4 else 0, each) for n, each in enumerate(prompts)]
+    return [ChunkSize(n, 2000 if n % 5 == 4 else 0, tokens) for n, tokens in enumerate(prompts)]
 
 
 def made(count: int) -> list[int]:
@@ -231,8 +229,8 @@ MOST = 2048  # tokens of a batch by tokens
 FORMERS: dict[str, Callable[[list[ChunkSize], int], list[Batch]]] = {
     "equal": lambda queue, count: equal_cost(queue, count, EQ1),
     "equal, coefficients apart": lambda queue, count: equal_cost(queue, count, APART),
-    "tokens": lambda queue, count: by_tokens(queue, max(1, sum(each.new for each in queue) // count)),
-    "fig11": lambda queue, count: fig11(queue, max(1, sum(each.new for each in queue) // count), EQ1),
+    "tokens": lambda queue, count: by_tokens(queue, max(1, sum(chunk.new for chunk in queue) // count)),
+    "fig11": lambda queue, count: fig11(queue, max(1, sum(chunk.new for chunk in queue) // count), EQ1),
 }
 queues = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 4000)), max_size=12)
 
@@ -240,17 +238,17 @@ queues = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 4000)), max_siz
 @pytest.mark.parametrize("name", FORMERS)
 @given(queues, st.integers(1, 9))
 def test_tokens_are_conserved_and_stay_in_order(name: str, sizes: list[tuple[int, int]], count: int) -> None:
-    queue = [ChunkSize(n, *each) for n, each in enumerate(sizes)]
+    queue = [ChunkSize(n, *size) for n, size in enumerate(sizes)]
     batches = FORMERS[name](queue, count)
     assert all(batches), "no batch is empty"
     flat = [chunk for batch in batches for chunk in batch]
-    assert [each.request for each in flat] == sorted(each.request for each in flat)
+    assert [chunk.request for chunk in flat] == sorted(chunk.request for chunk in flat)
     for number, (before, new) in enumerate(sizes):
         at = before
-        for each in flat:
-            if each.request == number:
-                assert (each.before, each.new > 0) == (at, True)
-                at += each.new
+        for chunk in flat:
+            if chunk.request == number:
+                assert (chunk.before, chunk.new > 0) == (at, True)
+                at += chunk.new
         assert at == before + new
     if name.startswith("equal"):
         assert len(batches) <= count
@@ -259,23 +257,23 @@ def test_tokens_are_conserved_and_stay_in_order(name: str, sizes: list[tuple[int
 def azure() -> list[int]:
     if not AZURE.exists():
         pytest.skip("the recorded Azure trace is not here")
-    return [each.prompt for each in read(AZURE, limit=1500)]
+    return [arrival.prompt for arrival in read(AZURE, limit=1500)]
 
 
 def spread(batches: list[Batch], cost: ChunkCost = EQ1) -> tuple[float, float]:
     """The longest batch by the mean, and the bubble of two stages."""
-    found = [cost.batch((each.before, each.new) for each in batch) for batch in batches]
-    return max(found) / statistics.fmean(found), pipeline_time(evenly(found, 2)).bubble
+    taken = [cost.batch((chunk.before, chunk.new) for chunk in batch) for batch in batches]
+    return max(taken) / statistics.fmean(taken), pipeline_time(evenly(taken, 2)).bubble
 
 
 @pytest.mark.parametrize("prompts", [azure, lambda: made(1500)], ids=["azure", "made"])
 @pytest.mark.parametrize("cost", [EQ1, APART], ids=["Eq. 1", "coefficients apart"])
 def test_batches_cost_alike_and_bubbles_are_near_the_floor(prompts: Callable[[], list[int]], cost: ChunkCost) -> None:
     queue = chunks(prompts())
-    tokens = sum(each.new for each in queue)
+    tokens = sum(chunk.new for chunk in queue)
     for at in range(0, len(queue), 75):  # bursts: what is queued at once
         burst = queue[at : at + 75]
-        tokens = sum(each.new for each in burst)
+        tokens = sum(chunk.new for chunk in burst)
         peers = [by_tokens(burst, MOST), fig11(burst, MOST, cost)]
         batches = equal_cost(burst, tokens // MOST, cost)
         longest, bubble = spread(batches, cost)
@@ -286,9 +284,9 @@ def test_batches_cost_alike_and_bubbles_are_near_the_floor(prompts: Callable[[],
 
 def test_a_batch_behind_a_long_prefix_has_fewer_tokens() -> None:
     first, second = equal_cost([ChunkSize(0, 0, 4000), ChunkSize(1, 8000, 4000)], 2, EQ1)
-    assert sum(each.new for each in first) > sum(each.new for each in second)
+    assert sum(chunk.new for chunk in first) > sum(chunk.new for chunk in second)
     halves = fig11([ChunkSize(0, 0, 4000), ChunkSize(1, 8000, 4000)], 2600, EQ1)
-    assert [sum(each.new for each in half) for half in halves] == [2322, 1522, 1583, 2573], "2,600 stay whole"
+    assert [sum(chunk.new for chunk in half) for half in halves] == [2322, 1522, 1583, 2573], "2,600 stay whole"
 
 
 def test_decoding_requests_are_never_cut_and_one_that_is_dear_has_a_batch() -> None:
@@ -313,35 +311,35 @@ grids = st.integers(1, 4).flatmap(
 
 @given(grids)
 def test_every_stage_waits_for_what_it_needs_and_for_nothing_else(grid: list[list[int]]) -> None:
-    found = pipeline_time(grid)
+    time = pipeline_time(grid)
     for k, row in enumerate(grid):
         for s, took in enumerate(row):
             needed = [0.0]
-            needed += [found.end[k - 1][s]] if k else []
-            needed += [found.end[k][s - 1]] if s else []
-            needed += [found.end[k - len(row)][-1]] if s == 0 and k >= len(row) else []
-            assert found.begin[k][s] == max(needed)
-            assert found.end[k][s] == found.begin[k][s] + took
-    assert 0 <= found.bubble < 1
-    assert found.seconds == (found.end[-1][-1] if grid else 0)
+            needed += [time.end[k - 1][s]] if k else []
+            needed += [time.end[k][s - 1]] if s else []
+            needed += [time.end[k - len(row)][-1]] if s == 0 and k >= len(row) else []
+            assert time.begin[k][s] == max(needed)
+            assert time.end[k][s] == time.begin[k][s] + took
+    assert 0 <= time.bubble < 1
+    assert time.seconds == (time.end[-1][-1] if grid else 0)
 
 
 @given(st.integers(1, 30), st.integers(1, 6))
 def test_equal_batches_have_the_floor(microbatches: int, stages: int) -> None:
-    found = pipeline_time(evenly([3.0] * microbatches, stages))
-    assert found.bubble == pytest.approx(floor(microbatches, stages))
-    assert found.seconds == pytest.approx(3.0 / stages * (microbatches + stages - 1))
+    time = pipeline_time(evenly([3.0] * microbatches, stages))
+    assert time.bubble == pytest.approx(floor(microbatches, stages))
+    assert time.seconds == pytest.approx(3.0 / stages * (microbatches + stages - 1))
 
 
 def test_a_long_batch_keeps_the_next_waiting() -> None:
-    found = pipeline_time([(1, 1), (4, 4), (1, 1)])
-    assert found.begin == ((0, 1), (1, 5), (5, 9))
-    assert found.bubble == pytest.approx(1 - 12 / 20)
+    time = pipeline_time([(1, 1), (4, 4), (1, 1)])
+    assert time.begin == ((0, 1), (1, 5), (5, 9))
+    assert time.bubble == pytest.approx(1 - 12 / 20)
 
 
 def test_as_many_microbatches_are_under_way_as_there_are_stages() -> None:
-    found = pipeline_time([(1, 5), (1, 1), (1, 1)])
-    assert [begin[0] for begin in found.begin] == [0, 1, 6]
+    time = pipeline_time([(1, 5), (1, 1), (1, 1)])
+    assert [begin[0] for begin in time.begin] == [0, 1, 6]
 
 
 def test_stages_have_to_match() -> None:

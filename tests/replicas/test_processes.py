@@ -25,7 +25,7 @@ from .fleet import wait
 GIB = 2**30
 
 
-def test_what_fits_is_accepted() -> None:
+def test_replicas_that_fit_are_accepted() -> None:
     check_fits(4, 10 * GIB, [("RAM", 40 * GIB)])
     check_fits(5, 10 * GIB, [("GPU 0", 30 * GIB), ("GPU 1", 20 * GIB)])
 
@@ -38,12 +38,12 @@ def test_what_fits_is_accepted() -> None:
         (6, [("GPU 0", 30 * GIB), ("GPU 1", 20 * GIB)], r"3 of 6 replicas .* 30GiB of GPU 1, .* --replicas 5 would"),
     ],
 )
-def test_what_does_not_fit_is_refused(replicas: int, memory: list[tuple[str, int]], text: str) -> None:
+def test_replicas_that_do_not_fit_are_refused(replicas: int, memory: list[tuple[str, int]], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check_fits(replicas, 10 * GIB, memory)
 
 
-def test_who_is_not_told_shares() -> None:
+def test_replicas_without_a_budget_share_the_memory() -> None:
     assert share(3, 10 * GIB, GIB) == 3 * GIB
     assert share(3, GIB, GIB) == GIB
 
@@ -51,9 +51,9 @@ def test_who_is_not_told_shares() -> None:
 def refused(tmp_path: Path, *arguments: str) -> str:
     """What `ballonet serve` says before anything is loaded: the model is an empty folder."""
     environment = {**os.environ, "BALLONET_DEVICE": "cpu"}
-    found = programs.python("-m", "ballonet", "serve", str(tmp_path), *arguments, variables=environment)
-    assert found.returncode == 2, found.stderr
-    return found.stderr
+    done = programs.python("-m", "ballonet", "serve", str(tmp_path), *arguments, variables=environment)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
 
 
 def test_replicas_beyond_memory_do_not_start(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_gpus_are_dealt_to_replicas_in_turns(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("KEPT", "1")
     assert "CUDA_VISIBLE_DEVICES" not in child_processes.placed(1, 0)
-    found = child_processes.placed(3, 2)
-    assert (found["KEPT"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "1")
+    placed = child_processes.placed(3, 2)
+    assert (placed["KEPT"], placed["CUDA_VISIBLE_DEVICES"]) == ("1", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert child_processes.placed(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
 
@@ -90,7 +90,7 @@ def test_gpus_are_dealt_to_replicas_in_turns(monkeypatch: pytest.MonkeyPatch) ->
         (["--replicas", "2"], {"BALLONET_PREFIX_DIR": "/tmp"}, "share no prefixes"),
     ],
 )
-def test_what_cannot_start_is_refused_before_anything_is_loaded(
+def test_server_that_cannot_start_is_refused_before_anything_is_loaded(
     options: list[str],
     environ: dict[str, str],
     why: str,
@@ -115,7 +115,7 @@ def test_where_ray_is_not_installed_it_is_said_how_to_install_it(capsys: pytest.
 TUNING = Replicas(starts=3, steady=60.0, start_wait=0.5, longest_wait=4.0)
 
 
-def test_who_is_lost_is_replaced_at_once() -> None:
+def test_lost_replica_is_replaced_at_once() -> None:
     ranks = Replacements(2, TUNING)
     assert ranks.due(0.0) == []  # those are started by whoever made this
     ranks.joined(1, 10.0)
@@ -124,7 +124,7 @@ def test_who_is_lost_is_replaced_at_once() -> None:
     assert ranks.due(100.0) == []
 
 
-def test_who_ended_while_it_joined_is_no_member() -> None:
+def test_replica_that_ended_while_it_joined_is_no_member() -> None:
     ranks = Replacements(2, TUNING)
     assert ranks.ended(0, 1.0) is None
     assert not ranks.joined(0, 1.1)
@@ -136,7 +136,7 @@ def test_who_ended_while_it_joined_is_no_member() -> None:
     assert ranks.joined(1, 2.3)
 
 
-def test_who_is_lost_soon_again_and_again_is_replaced_later_each_time() -> None:
+def test_replica_that_is_lost_soon_again_and_again_is_replaced_later_each_time() -> None:
     ranks, at, waits = Replacements(1, TUNING), 0.0, []
     for _ in range(5):
         ranks.joined(0, at)

@@ -65,17 +65,17 @@ ENTRIES: list[Entry] = [
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: type(entry).__name__)
-def test_what_is_read_is_what_was_written(entry: Entry) -> None:
+def test_entries_of_a_log_are_read_as_they_were_written(entry: Entry) -> None:
     line = to_line(entry)
     assert "\n" not in line
     assert from_line(line) == entry
 
 
 def test_a_line_has_epoch_event_and_actions() -> None:
-    found = json.loads(to_line(ENTRIES[4]))
-    assert {*found} == {"epoch", "event", "actions"}
-    assert (found["epoch"], found["event"]["type"], found["event"]["member"]) == (9, "Damaged", 1)
-    assert [each["type"] for each in found["actions"]] == ["Dispatch", "Fence"]
+    line = json.loads(to_line(ENTRIES[4]))
+    assert {*line} == {"epoch", "event", "actions"}
+    assert (line["epoch"], line["event"]["type"], line["event"]["member"]) == (9, "Damaged", 1)
+    assert [action["type"] for action in line["actions"]] == ["Dispatch", "Fence"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_line_has_epoch_event_and_actions() -> None:
         '{"epoch": 1, "event": {"at": 1}, "actions": []}',
     ],
 )
-def test_what_is_no_line_is_refused(text: str, tmp_path: Path) -> None:
+def test_line_that_is_no_entry_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(to_line(ENTRIES[0]) + "\n" + text + "\n")
     with pytest.raises(ManageError, match="log, line 2: "):
         read_decisions(tmp_path / "log")
@@ -101,8 +101,8 @@ def test_a_log_that_cannot_be_written_is_refused_and_one_that_breaks_ends_nothin
         DecisionFile(tmp_path / "none" / "log", print)
     said: list[str] = []
     file = DecisionFile(Path("/dev/full"), said.append)
-    for each in ENTRIES:
-        file(each)
+    for entry in ENTRIES:
+        file(entry)
     file.close()
     file.close()
     assert len(said) == 1
@@ -116,24 +116,24 @@ def test_a_long_log_is_cut_and_its_latest_part_is_kept(tmp_path: Path) -> None:
     everything: list[Entry] = []
     run(fleet(2, 1600), SLOW, burst(60, 0.1, 60, 20), "drop", log=everything.append)
     file = DecisionFile(path, print, most)
-    assert [each.name for each in tmp_path.iterdir()] == ["log"]
+    assert [file.name for file in tmp_path.iterdir()] == ["log"]
     refused = 0
     for count, entry in enumerate(everything[:500], 1):
         file(entry)
         if count % 20 and count < 500:
             continue
-        found = read_decisions(path)
-        if isinstance(found[0], Setup):
-            assert found == everything[:count]
+        read = read_decisions(path)
+        if isinstance(read[0], Setup):
+            assert read == everything[:count]
             continue
-        lost = count - len(found) + 1
-        assert found == [Continued(lost), everything[0], *everything[lost + 1 : count]]
+        lost = count - len(read) + 1
+        assert read == [Continued(lost), everything[0], *everything[lost + 1 : count]]
         with pytest.raises(ValueError, match=f"behind {lost} decisions that are not here"):
-            [*replayed(found)]
+            [*replayed(read)]
         refused += 1
     file.close()
     assert 1 < refused < 20, "of all looks"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["log", "log.1"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.1"]
     assert path.stat().st_size < (tmp_path / "log.1").stat().st_size < most + 10_000
     (tmp_path / "log.1").unlink()
     assert isinstance(read_decisions(path)[0], Continued)
@@ -146,7 +146,7 @@ def test_a_controller_that_is_told_the_same_answers_the_same(tmp_path: Path) -> 
     file.close()
     log = read_decisions(tmp_path / "log")
     again = [*replayed(log)]
-    assert sum(bool(each.actions) for each, _ in again) > 200
+    assert sum(bool(decision.actions) for decision, _ in again) > 200
     assert all(one == other for one, other in again)
     setup = log[0]
     assert isinstance(setup, Setup)
@@ -187,17 +187,19 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
         replicas.says(0, hello(None))
         supervisor.ready.wait()
         assert supervisor.submit(Request("a", (1, 2), 3)) is None
-        wait(lambda: any(isinstance(each, Decision) and each.event == Arrived(7.0, "a", 2, 3) for each in tuple(log)))
+        wait(
+            lambda: any(isinstance(entry, Decision) and entry.event == Arrived(7.0, "a", 2, 3) for entry in tuple(log))
+        )
     finally:
         supervisor.close()
     assert isinstance(log[1], Decision)
     assert log[1].event == Joined(7.0, 0, 100)
-    given = [each for each in log[1:] if isinstance(each, Decision) and Dispatch("a", 1, (0,)) in each.actions]
+    given = [entry for entry in log[1:] if isinstance(entry, Decision) and Dispatch("a", 1, (0,)) in entry.actions]
     assert len(given) == 1
     assert all(one == other for one, other in replayed(log))
 
 
-def test_what_a_controller_is_told_needs_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_of_decisions_without_replicas_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("--log", str(tmp_path / "log")), ("--silent", "2s")):
         assert main(["serve", "model", name, value]) != 0
         assert f"{name} is of the server that has --replicas" in capsys.readouterr().err
@@ -224,7 +226,7 @@ def test_a_lane_has_what_goes_on_in_it() -> None:
     assert notes.take() == (("epoch", "three", 6.0, 7.0),)
 
 
-def test_what_another_machine_tells_is_moved_to_the_server_s_clock() -> None:
+def test_bars_of_another_machine_are_moved_to_the_server_s_clock() -> None:
     """By the fastest of its messages. What comes from this machine is told by this clock."""
     clock = Clock(100.0)
     recording = Recording(clock)
@@ -235,7 +237,7 @@ def test_what_another_machine_tells_is_moved_to_the_server_s_clock() -> None:
     recording.seen(1, Seen("another", 1019.5, (("epoch", "late", 1011.0, 1012.0),)))  # after half of one
     clock.now = 140.0
     recording.seen(1, Seen("another", 1035.0, ()))  # after five
-    bars = {each.name: (each.process, each.begin, each.end) for each in recording.recording().bars}
+    bars = {bar.name: (bar.process, bar.begin, bar.end) for bar in recording.recording().bars}
     assert bars == {"here": (0, 101.0, 102.0), "early": (1, 101.5, 102.5), "late": (1, 111.5, 112.5)}
 
 
@@ -246,17 +248,17 @@ def test_requests_wait_and_answer_and_too_many_bars_are_counted() -> None:
     recording.request("b", 3.0, None)
     recording.mark("epoch 2: drop")
     recording.seen(0, Seen(machine(), 0.0, (("epoch", "kept", 1.0, 2.0), ("epoch", "not kept", 2.0, 3.0))))
-    found = recording.recording()
-    assert [each[1:] for each in found.bars[:3]] == [
+    recorded = recording.recording()
+    assert [bar[1:] for bar in recorded.bars[:3]] == [
         (REQUESTS, "a waits", 2.0, 5.0),
         (REQUESTS, "a", 5.0, 10.0),
         (REQUESTS, "b waits", 3.0, 10.0),
     ]
-    assert [each.name for each in found.bars[3:]] == ["kept"]
-    assert (found.missing, found.marks) == (1, (FleetMark("epoch 2: drop", 10.0),))
+    assert [bar.name for bar in recorded.bars[3:]] == ["kept"]
+    assert (recorded.missing, recorded.marks) == (1, (FleetMark("epoch 2: drop", 10.0),))
 
 
-def test_what_is_seen_goes_over_as_text() -> None:
+def test_bars_are_decoded_as_they_were_sent() -> None:
     seen = Seen("machine", 1.5, (("epoch", "one", 1.0, 3.0),))
     assert decoded(encoded(seen)) == (seen,)
 

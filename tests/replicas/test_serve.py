@@ -30,17 +30,17 @@ class Measuring(Program):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    found = Measuring(tmp_path_factory.mktemp("model"), 2)
+    measuring = Measuring(tmp_path_factory.mktemp("model"), 2)
     try:
-        yield found
-        assert found.end() == 0, found.said()
-        wait_gone(found.processes())
+        yield measuring
+        assert measuring.end() == 0, measuring.said()
+        wait_gone(measuring.processes())
     finally:
-        if found.process.poll() is None:
-            found.kill()
+        if measuring.process.poll() is None:
+            measuring.kill()
 
 
-def test_what_was_measured_is_written(program: Program) -> None:
+def test_measured_costs_are_written_to_the_file(program: Program) -> None:
     cost, fitted = read_costs(Path(program.model) / "costs.json")
     assert fitted is None
     assert cost.batch([(0, 100)]) > cost.gamma > 0
@@ -89,18 +89,18 @@ class OwnSession(Running):
 
     def left(self) -> list[int]:
         """Processes of its session, and those of replicas, which have sessions of their own."""
-        found = [int(each) for each in re.findall(r"has joined, process (\d+)", self.said())]
+        processes = [int(process) for process in re.findall(r"has joined, process (\d+)", self.said())]
         session = str(self.process.pid)
-        for each in Path("/proc").glob("[0-9]*/stat"):
+        for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
-                text = each.read_text()
-                environ = (each.parent / "environ").read_bytes()
+                text = stat.read_text()
+                environ = (stat.parent / "environ").read_bytes()
             except OSError:
                 continue
             state, _, _, its = text.rpartition(")")[2].split()[:4]
             if state != "Z" and (its == session or f"{self.model}\0".encode() in environ):
-                found.append(int(each.parent.name))
-        return [each for each in found if Path(f"/proc/{each}").exists() and each != self.process.pid]
+                processes.append(int(stat.parent.name))
+        return [process for process in processes if Path(f"/proc/{process}").exists() and process != self.process.pid]
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +146,9 @@ SCENES = [
 @pytest.mark.parametrize(
     ("phase", "number"),
     SCENES,
-    ids=lambda each: each if isinstance(each, str) else signal.Signals(each).name,
+    ids=lambda value: value if isinstance(value, str) else signal.Signals(value).name,
 )
-def test_nothing_is_left(
+def test_server_that_ends_leaves_no_process(
     phase: str, number: signal.Signals, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However it ends, and whenever: no process, and so no page; whoever waits is told."""
@@ -173,8 +173,8 @@ def test_nothing_is_left(
             program.wait(lambda: "layers come home" in program.said())
         program.process.send_signal(number)
         code = program.process.wait()
-        for each in answers:
-            assert each.result()
+        for answer in answers:
+            assert answer.result()
         wait(lambda: not program.left())
         if phase != "as they load" and number is not signal.SIGKILL:
             assert code == 0, program.said()

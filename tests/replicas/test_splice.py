@@ -45,8 +45,8 @@ def model() -> Any:
 def hooks(model: torch.nn.Module) -> list[object]:
     """Returns all hooks that a Splice may have added."""
     return [
-        (name, dict(each._forward_pre_hooks), dict(each._forward_hooks), each.__dict__.get("forward"))
-        for name, each in model.named_modules()
+        (name, dict(module._forward_pre_hooks), dict(module._forward_hooks), module.__dict__.get("forward"))
+        for name, module in model.named_modules()
     ]
 
 
@@ -72,7 +72,7 @@ def test_the_model_is_put_back_exactly(model: Any) -> None:
     assert hooks(model) == before
 
 
-def test_it_does_not_keep_the_model() -> None:
+def test_splice_does_not_keep_the_model() -> None:
     model = build("llama")
     splice = Splice(model)
     splice.span = Span(1, 2)
@@ -99,7 +99,7 @@ def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
         Splice(torch.nn.Linear(1, 1))
 
 
-def test_what_is_asked_of_a_part_is_checked(model: Any) -> None:
+def test_wrong_inputs_of_a_part_are_refused(model: Any) -> None:
     with Splice(model) as splice:
         stage = SpliceStage(splice)
         whole = stage.run(INPUTS)
@@ -123,10 +123,10 @@ def test_what_is_asked_of_a_part_is_checked(model: Any) -> None:
             stage.run(INPUTS, Hidden((sent.tensors[0][:, 1:],)))
         with pytest.raises(SpliceError, match="is given 2 tensors"):
             stage.run(INPUTS, Hidden(sent.tensors * 2))
-        found = stage.run(INPUTS, sent)
-        assert isinstance(found, Logits)
-        assert torch.equal(found.logits, whole.logits)
-        assert not found.logits.requires_grad
+        sent_on = stage.run(INPUTS, sent)
+        assert isinstance(sent_on, Logits)
+        assert torch.equal(sent_on.logits, whole.logits)
+        assert not sent_on.logits.requires_grad
 
 
 def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
@@ -150,8 +150,8 @@ def test_surroundings(model: Any, around: Callable[[], Any]) -> None:
     expected = in_one(model, asked)
     with around():
         for parts in (2, 3):
-            found = in_parts(model, cuts(4, parts), asked)
-            assert all(map(torch.equal, found, expected))
+            logits = in_parts(model, cuts(4, parts), asked)
+            assert all(map(torch.equal, logits, expected))
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
@@ -174,9 +174,9 @@ def test_a_forward_that_raises_leaves_nothing_behind(model: Any, where: int, kin
                 with pytest.raises(kind, match="on purpose"):
                     SpliceStage(splice).run(INPUTS, given)
                 break
-            found = SpliceStage(splice).run(INPUTS, given)
-            assert isinstance(found, Hidden)
-            given = found
+            sent = SpliceStage(splice).run(INPUTS, given)
+            assert isinstance(sent, Hidden)
+            given = sent
         handle.remove()
         with pytest.raises(SpliceError, match="only layers"):
             model(**INPUTS)
@@ -200,8 +200,8 @@ def test_a_part_is_not_copied(model: Any, span: Span) -> None:
 def test_two_threads_run_a_stage(model: Any) -> None:
     """Each has its own requests, and is given its own states."""
     asked = {"one": steps(9), "two": steps(4)}
-    expected = {name: in_one(model, each) for name, each in asked.items()}
-    found: dict[str, list[torch.Tensor]] = {}
+    expected = {name: in_one(model, own_steps) for name, own_steps in asked.items()}
+    logits: dict[str, list[torch.Tensor]] = {}
     splices = [Splice(copy.deepcopy(model)) for _ in cuts(4, 3)]
     for splice, span in zip(splices, cuts(4, 3), strict=True):
         splice.span = span
@@ -209,14 +209,14 @@ def test_two_threads_run_a_stage(model: Any) -> None:
     def work(name: str) -> None:
         for _ in range(10):
             pipeline = Pipeline(splices)
-            found[name] = [pipeline.run(step) for step in asked[name]]
+            logits[name] = [pipeline.run(step) for step in asked[name]]
 
     threads = [threading.Thread(target=work, args=(name,)) for name in asked]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert all(all(map(torch.equal, found[name], expected[name])) for name in asked)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(all(map(torch.equal, logits[name], expected[name])) for name in asked)
 
 
 # The proof
@@ -227,14 +227,14 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splicing, "_known", {})
 
 
-def test_it_is_made_once_for_models_that_are_alike(model: Any, unknown: None, monkeypatch: Any) -> None:
+def test_proof_is_made_once_for_models_that_are_alike(model: Any, unknown: None, monkeypatch: Any) -> None:
     made = []
     prove = splicing._prove
     monkeypatch.setattr(splicing, "_prove", lambda splice: made.append(splice) or prove(splice))
     shorter = copy.deepcopy(model)
     del shorter.model.layers[3]
-    for each in (model, build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=3), shorter):
-        with Splice(each) as splice:
+    for other in (model, build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=3), shorter):
+        with Splice(other) as splice:
             for span in (splice.whole, Span(0, 1), Span(1, 2)):
                 splice.span = span
     assert len(made) == 3
@@ -252,8 +252,8 @@ def test_states_that_travel_by_another_way_are_refused(model: Any, unknown: None
     """The third layer adds what the first one has left in a list."""
     left: list[torch.Tensor] = []
     layers = model.model.layers
-    layers[0].register_forward_hook(lambda *each: left.append(each[2]))
-    layers[2].register_forward_hook(lambda *each: each[2] + left[-1])
+    layers[0].register_forward_hook(lambda *call: left.append(call[2]))
+    layers[2].register_forward_hook(lambda *call: call[2] + left[-1])
     before = hooks(model)
     with Splice(model) as splice:
         layers[0].register_forward_pre_hook(lambda *each: left.clear())
@@ -282,7 +282,7 @@ def test_layers_in_another_order_are_refused(model: Any) -> None:
     layers = decoder_layers(model)
     with torch.no_grad(), pytest.raises(SpliceError, match=r"in the order \[3, 2, 1, 0\]"):
         record(model, layers[::-1], INPUTS)
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in layers)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
 
 
 def test_a_layer_that_runs_twice_is_refused(model: Any, unknown: None) -> None:
@@ -315,12 +315,14 @@ def test_parts_are_the_whole(name: str) -> None:
     layers = len(decoder_layers(model))
     assert layers >= 4 or name == "nemotron_h"
     for parts in range(2, min(layers, 4) + 1):
-        found = in_parts(model, cuts(layers, parts), asked)
-        assert [index for index, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)] == []
+        in_spans = in_parts(model, cuts(layers, parts), asked)
+        assert [
+            index for index, pair in enumerate(zip(in_spans, expected, strict=True)) if not torch.equal(*pair)
+        ] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_in_parts_is_refused_with_the_reason(name: str) -> None:
+def test_architecture_that_cannot_run_in_parts_is_refused_with_the_reason(name: str) -> None:
     model = deeper(name)
     with Splice(model) as splice:
         for _ in range(2):
@@ -329,7 +331,7 @@ def test_what_cannot_run_in_parts_is_refused_with_the_reason(name: str) -> None:
         assert splice.span == splice.whole
 
 
-def test_how_many_run_in_parts() -> None:
+def test_most_architectures_run_in_parts() -> None:
     assert len(NAMES) - len(REFUSED) >= 97
 
 
@@ -348,10 +350,10 @@ CACHED = ["llama", "gemma2", "qwen3_next", "falcon_h1", "glm_moe_dsa", "minimax"
 
 def bytes_of(layer: Any) -> int:
     """Bytes of the tensors that a layer of a cache has."""
-    found = [each for each in vars(layer).values() if isinstance(each, torch.Tensor)]
-    for each in vars(layer).values():
-        found += [one for one in each.values() if isinstance(one, torch.Tensor)] if isinstance(each, dict) else []
-    return sum(each.nbytes for each in found if each.dim())  # the size of a window is a tensor, too
+    tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    for value in vars(layer).values():
+        tensors += [one for one in value.values() if isinstance(one, torch.Tensor)] if isinstance(value, dict) else []
+    return sum(tensor.nbytes for tensor in tensors if tensor.dim())  # the size of a window is a tensor, too
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -359,7 +361,7 @@ def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
     model = deeper(name)
     with Splice(model) as splice:
         count = len(splice.layers)
-        asked = [each for each in steps(9) if each.request == "first"]
+        asked = [step for step in steps(9) if step.request == "first"]
         whole: Any = None
         for step in asked:
             whole = SpliceStage(splice).run(inputs_of(model, step, splice.cache_name, whole and whole.cache))
@@ -374,13 +376,13 @@ def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
             splice.span = span
             cache: Any = None
             for index, step in enumerate(asked):
-                found = SpliceStage(splice).run(
+                sent = SpliceStage(splice).run(
                     inputs_of(model, step, splice.cache_name, cache), given[index] if given else None
                 )
-                cache = found.cache
+                cache = sent.cache
             if name not in ("mamba", "minimax"):
-                assert [type(each).__name__.removesuffix("Elsewhere") for each in cache.layers] == [
-                    type(each).__name__ for each in whole.cache.layers
+                assert [type(layer).__name__.removesuffix("Elsewhere") for layer in cache.layers] == [
+                    type(layer).__name__ for layer in whole.cache.layers
                 ]
             for mine, its in zip(cache.layers, whole.cache.layers, strict=False):
                 if hasattr(its, "get_seq_length"):
@@ -400,7 +402,7 @@ def one_part(model: Any, splice: Splice) -> Any:
     return SpliceStage(splice).run(inputs_of(model, steps(9)[0], "past_key_values", None)).cache
 
 
-def test_what_is_done_to_a_cache_is_done_to_lengths() -> None:
+def test_changes_of_a_cache_change_lengths_of_layers_elsewhere() -> None:
     model = build("llama", num_hidden_layers=4)
     with Splice(model) as splice:
         cache = one_part(model, splice)
@@ -418,7 +420,7 @@ def test_what_is_done_to_a_cache_is_done_to_lengths() -> None:
 
 def test_layers_are_handed_over() -> None:
     """What a replica does whose span grows, and one whose span shrinks: the tokens of the whole."""
-    model, asked = build("llama", num_hidden_layers=4), [each for each in steps(9) if each.request == "first"]
+    model, asked = build("llama", num_hidden_layers=4), [step for step in steps(9) if step.request == "first"]
     expected = in_one(model, asked)
     with Splice(model) as splice:
         caches: list[Any] = [None, None]
@@ -459,7 +461,7 @@ def test_elastic_layers(name: str, page: int) -> None:
                 cache = caches.setdefault((step.request, part), KVCache(model.config))
                 given = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), given)
                 kinds = [type(layer) for layer in cache.layers]
-                assert [issubclass(kind, ElasticLayer) for kind in kinds] == [each in span for each in range(count)]
+                assert [issubclass(kind, ElasticLayer) for kind in kinds] == [index in span for index in range(count)]
                 assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}
             assert torch.equal(given.logits, logits)
         assert kv_pages(devices.require()) > 0

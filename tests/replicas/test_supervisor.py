@@ -70,8 +70,8 @@ class Played:
 
     def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
         """What replicas were told of a kind, with their numbers, once there are so many."""
-        wait(lambda: len([each for _, each in self._told if isinstance(each, kind)]) >= count)
-        return [(member, each) for member, each in self._told if isinstance(each, kind)]
+        wait(lambda: len([message for _, message in self._told if isinstance(message, kind)]) >= count)
+        return [(member, message) for member, message in self._told if isinstance(message, kind)]
 
     # -- for the supervisor
 
@@ -88,8 +88,8 @@ class Played:
         self.started.append((rank, cost))
 
     def ended(self) -> list[tuple[int, str]]:
-        found, self._gone = self._gone, []
-        return found
+        gone, self._gone = self._gone, []
+        return gone
 
     def end(self, rank: int) -> None:
         self.killed.append(rank)
@@ -139,9 +139,9 @@ def wait(until: Callable[[], object]) -> None:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    found = Scene()
-    yield found
-    found.supervisor.close()
+    made = Scene()
+    yield made
+    made.supervisor.close()
 
 
 def test_a_request_has_its_tokens(scene: Scene) -> None:
@@ -157,7 +157,7 @@ def test_a_request_has_its_tokens(scene: Scene) -> None:
     assert (scene.supervisor.waiting, scene.supervisor.state().requests) == (0, 0)
 
 
-def test_what_a_lost_replica_had_is_computed_again_by_another(scene: Scene) -> None:
+def test_requests_of_a_lost_replica_are_computed_again_by_another(scene: Scene) -> None:
     start = scene.begins()
     scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
     wait(lambda: scene.told)
@@ -184,7 +184,7 @@ def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) 
     assert scene.replicas.hears(Start, 3)[-1][0] == 2  # what had gone to the other one
 
 
-def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
+def test_replica_that_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
     """Messages from before the process ended are taken after its end is noticed."""
     scene.begins()
     scene.replicas.ends(0)
@@ -204,8 +204,8 @@ def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
     wait(lambda: len(scene.replicas.started) == 4)
     assert scene.supervisor.submit(Request("b", (1,), 1)) is None
     scene.replicas.says(2, hello(0))
-    found = scene.replicas.hears(Start, 3)
-    assert {(member, each.request.name) for member, each in found[-2:]} == {(2, "a"), (2, "b")}
+    started = scene.replicas.hears(Start, 3)
+    assert {(member, message.request.name) for member, message in started[-2:]} == {(2, "a"), (2, "b")}
     assert [error for _, error in scene.told] == [None]
 
 
@@ -245,7 +245,7 @@ def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
         scene.supervisor.close()
 
 
-def test_who_starts_when_the_server_ends_is_ended() -> None:
+def test_replica_that_starts_when_the_server_ends_is_ended() -> None:
     scene = Scene()
     scene.replicas.says(0, hello(0))
     scene.replicas.hears(protocol.Alone)
@@ -254,7 +254,7 @@ def test_who_starts_when_the_server_ends_is_ended() -> None:
     assert [member for member, _ in scene.replicas.hears(End)] == [0]
 
 
-def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.begins()
     ask = scene.supervisor._clients.submit
 
@@ -268,7 +268,7 @@ def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pyt
     assert scene.supervisor.waiting == 0
 
 
-def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:
+def test_message_of_a_replica_that_is_no_member_has_it_rejoin(scene: Scene) -> None:
     scene.begins()
     scene.replicas.says(7, protocol.Load(0.0, 7, 1, 0, 50, 0, 1))
     assert scene.replicas.hears(protocol.Rejoin) == [(7, protocol.Rejoin(7))]
@@ -282,7 +282,7 @@ def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
     assert "with other tokens" in str(scene.told[-1][1])
 
 
-def test_who_goes_away_is_cancelled(scene: Scene) -> None:
+def test_request_of_a_client_that_goes_away_is_cancelled(scene: Scene) -> None:
     scene.begins()
     scene.supervisor.cancel("a")
     [(member, cancel)] = scene.replicas.hears(protocol.Cancel)
@@ -396,7 +396,7 @@ def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
     assert ledger.deliver("b", second, 0, (5,)) == ()
 
 
-def test_what_is_computed_again_has_to_be_the_same() -> None:
+def test_tokens_that_are_computed_again_have_to_be_the_same() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
     assignment = ledger.assign("a").assignment

@@ -34,11 +34,11 @@ def test_a_stage_copies_nothing_of_what_it_dropped(model: Any, original: Any, st
     spans = Span(0, 3), Span(3, LAYERS)
     with ballonet.manage(model) as one, ballonet.manage(other) as two, Splice(model) as a, Splice(other) as b:
         them = HeldLayers(one), HeldLayers(two)
-        for each in them:
-            prepared(each)
-        for splice, each, span in zip((a, b), them, spans, strict=True):
+        for stage in them:
+            prepared(stage)
+        for splice, stage, span in zip((a, b), them, spans, strict=True):
             splice.span = span
-            each.drop(span)
+            stage.drop(span)
         here = copied("h2d")
         pipeline = Pipeline([a, b])
         for step, logits_of_it in zip(asked, expected, strict=True):
@@ -56,7 +56,7 @@ def test_a_stage_copies_nothing_of_what_it_dropped(model: Any, original: Any, st
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("when", ["ready", "dropped", "restored"])
-def test_what_is_written_is_never_lost(
+def test_written_weights_are_never_lost(
     model: Any, original: Any, held: HeldLayers, write: str, when: str, managed: ballonet.Managed
 ) -> None:
     """Neither to a layer that is ready, of which there are older copies, nor to one that is dropped."""
@@ -102,8 +102,13 @@ def test_layers_come_from_a_peer(model: Any, original: Any, held: HeldLayers, st
     prepared(held)
     held.drop(Span(2, 4))
     here, peer = copied("h2d"), Peer(original)
-    found = list(held.restore([4, 5, 0, 1], peer))
-    assert [(each.layer, each.from_peer) for each in found] == [(4, True), (5, True), (0, True), (1, True)]
+    restored = list(held.restore([4, 5, 0, 1], peer))
+    assert [(layer.layer, layer.from_peer) for layer in restored] == [
+        (4, True),
+        (5, True),
+        (0, True),
+        (1, True),
+    ]
     assert peer.asked == [4, 5, 0, 1]
     assert copied("h2d") == here
     assert say(model).agrees(stock)
@@ -114,38 +119,38 @@ def test_layers_come_from_a_peer(model: Any, original: Any, held: HeldLayers, st
 def test_a_peer_s_wrong_bytes_are_not_taken(model: Any, original: Any, held: HeldLayers, stock: Output) -> None:
     """One bit of one weight, two that changed places, another's layer; nor does one that is gone keep a layer away."""
 
-    def one_bit(layer: int, found: dict[str, torch.Tensor]) -> None:
-        found["mlp.down_proj.weight"].view(torch.uint8).view(-1)[-1] ^= 1
+    def one_bit(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["mlp.down_proj.weight"].view(torch.uint8).view(-1)[-1] ^= 1
 
-    def exchanged(layer: int, found: dict[str, torch.Tensor]) -> None:
-        rows = found["mlp.down_proj.weight"]
+    def exchanged(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        rows = tensors["mlp.down_proj.weight"]
         rows[[0, 1]] = rows[[1, 0]]
 
-    def another(layer: int, found: dict[str, torch.Tensor]) -> None:
-        found.update(Peer(original)((layer + 1) % LAYERS) or {})
+    def another(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update(Peer(original)((layer + 1) % LAYERS) or {})
 
-    def gone(layer: int, found: dict[str, torch.Tensor]) -> str:
+    def gone(layer: int, tensors: dict[str, torch.Tensor]) -> str:
         return "gone"
 
     prepared(held)
     for act in (one_bit, exchanged, another, gone):
         held.drop(Span(0, 4))
-        found = list(held.restore([4, 5], Peer(original, act)))
-        assert found == [RestoredLayer(each.layer, each.pages, False) for each in found]
-        assert len(found) == 2
+        restored = list(held.restore([4, 5], Peer(original, act)))
+        assert restored == [RestoredLayer(layer.layer, layer.pages, False) for layer in restored]
+        assert len(restored) == 2
         assert say(model).agrees(stock), act
 
 
 def test_a_peer_s_other_tensors_are_refused_and_what_it_raises_is_raised(
     model: Any, original: Any, held: HeldLayers, stock: Output
 ) -> None:
-    def half(layer: int, found: dict[str, torch.Tensor]) -> None:
-        found["mlp.down_proj.weight"] = found["mlp.down_proj.weight"].half()
+    def half(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["mlp.down_proj.weight"] = tensors["mlp.down_proj.weight"].half()
 
-    def lacks(layer: int, found: dict[str, torch.Tensor]) -> None:
-        del found["mlp.down_proj.weight"]
+    def lacks(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["mlp.down_proj.weight"]
 
-    def fails(layer: int, found: dict[str, torch.Tensor]) -> None:
+    def fails(layer: int, tensors: dict[str, torch.Tensor]) -> None:
         raise ConnectionError("the link is lost")
 
     held.drop(Span(0, 4))
@@ -159,7 +164,7 @@ def test_a_peer_s_other_tensors_are_refused_and_what_it_raises_is_raised(
         assert held.dropped == (4, 5)
         assert say(model).agrees(stock)
         settled()
-    assert [each.from_peer for each in held.restore([4, 5], Peer(original))] == [True, True]
+    assert [layer.from_peer for layer in held.restore([4, 5], Peer(original))] == [True, True]
 
 
 def test_a_peer_that_has_older_weights_than_were_written_here_is_not_taken(
@@ -169,7 +174,7 @@ def test_a_peer_that_has_older_weights_than_were_written_here_is_not_taken(
     prepared(held)
     held.drop(Span(0, 3))
     WRITES["data"](model)
-    assert [each.from_peer for each in held.restore([3, 4, 5], Peer(original))] == [True, False, True]
+    assert [layer.from_peer for layer in held.restore([3, 4, 5], Peer(original))] == [True, False, True]
     assert torch.equal(logits(model), expected)
 
 
@@ -212,7 +217,7 @@ def test_a_file_that_changes_while_layers_are_dropped(
         with pytest.raises(WeightsFileChanged):
             list(held.restore([3], lambda layer: None))
         assert held.dropped == (3, 4, 5)
-        assert [each.from_peer for each in held.restore([3, 4, 5], Peer(original))] == [True] * 3
+        assert [layer.from_peer for layer in held.restore([3, 4, 5], Peer(original))] == [True] * 3
         assert say(model).agrees(stock)
         with pytest.raises(WeightsFileChanged):
             held.drop(Span(0, 3))
@@ -250,8 +255,8 @@ def test_no_more_than_a_piece_is_moved_between_two_signs_of_life(
         most, came = max(most, moved() - came), moved()
 
     monkeypatch.setattr(WeightsFile, "read", counted)
-    layer = sum(each.nbytes for each in model.model.layers[0].parameters())
-    largest = max(each.nbytes for each in model.model.layers[0].parameters())
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    largest = max(parameter.nbytes for parameter in model.model.layers[0].parameters())
     list(held.prepare(()))  # finds the files
     before = came = moved()
     held.pieces.on_progress = told

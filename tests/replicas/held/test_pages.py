@@ -32,9 +32,9 @@ from .holding import LAYERS, Peer, copied, logits, on_host, pages_of, prepared, 
 
 @pytest.fixture
 def clock(tuned: Tuned) -> Clock:
-    found = Clock(step=1e-6)
-    tuned(clock=found)
-    return found
+    slow_clock = Clock(step=1e-6)
+    tuned(clock=slow_clock)
+    return slow_clock
 
 
 def test_room_that_is_kept_is_whose_layers_come_home(
@@ -50,7 +50,7 @@ def test_room_that_is_kept_is_whose_layers_come_home(
     device = devices.require()
     filler = device.reserve(device.available * PAGE, "kv", device.group())
     filler.map(0, filler.pieces)
-    assert [each.layer for each in held.restore(range(LAYERS))] == [3, 4, 5]
+    assert [layer.layer for layer in held.restore(range(LAYERS))] == [3, 4, 5]
     filler.close()
     assert settled() == there
     held.drop(Span(0, 5))
@@ -84,7 +84,7 @@ def test_freed_pages_are_exact_and_nothing_goes_to_the_host(
     assert say(model).agrees(stock), "alone, through the slot"
     assert copied("h2d") > here
     assert copied("d2h") == to_host
-    assert [each.layer for each in held.restore([5, 0, 3, 4])] == [5, 3, 4]
+    assert [layer.layer for layer in held.restore([5, 0, 3, 4])] == [5, 3, 4]
     assert (held.dropped, managed.report().streamed) == ((), ())
     assert settled() == there
     assert say(model).agrees(stock)
@@ -125,7 +125,7 @@ def test_freed_pages_are_kv_s_at_once(managed: ballonet.Managed, held: HeldLayer
     assert next(steps).layer == 5
 
 
-def test_nobody_brings_dropped_layers_home_until_they_are_released(
+def test_dropped_layers_stay_dropped_until_they_are_released(
     model: Any, original: Any, clock: Clock, managed: ballonet.Managed, held: HeldLayers
 ) -> None:
     """Whatever is free, and for how long; but a layer of the span that pages were short for comes back as ever."""
@@ -144,7 +144,7 @@ def test_nobody_brings_dropped_layers_home_until_they_are_released(
         clock.now += DEFAULT.pages.dwell / 2
     assert managed.report().streamed == held.dropped == (4, 5)
     assert governor.ladder.revert(Rung.HIDDEN_WEIGHTS, 10**6) == 0
-    assert {each.index for each in governor.reclaim.candidates()}.isdisjoint({4, 5})
+    assert {candidate.index for candidate in governor.reclaim.candidates()}.isdisjoint({4, 5})
     host = managed.report().host_pages
     held.release()
     held.release()
@@ -316,8 +316,8 @@ def test_a_forward_that_finds_no_pages_leads_to_a_wish(host_model: Any, tuned: T
 
 def logits_of(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(ids, past_key_values=cache, use_cache=cache is not None).logits
-    return found
+        computed: torch.Tensor = model(ids, past_key_values=cache, use_cache=cache is not None).logits
+    return computed
 
 
 @pytest.mark.usefixtures("patient")
@@ -327,11 +327,11 @@ def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
         return counts[verb].pages if verb in counts else 0
 
     def others() -> dict[str, Any]:
-        return {name: each for name, each in devices.of().events.counts().items() if "weights" in name}
+        return {name: count for name, count in devices.of().events.counts().items() if "weights" in name}
 
     before, rest = (moved("pull"), moved("revert")), others()
     freed = held.drop(Span(0, 3))
-    home = sum(each.pages for each in held.restore([3, 4, 5]))
+    home = sum(layer.pages for layer in held.restore([3, 4, 5]))
     assert (moved("pull") - before[0], moved("revert") - before[1]) == (freed, home)
     assert others() == rest
 
@@ -361,7 +361,9 @@ def test_without_host_pages_nothing_is_dropped(host_model: Any, stock: Output) -
         assert say(host_model).agrees(stock)
 
 
-def test_what_cannot_be_dropped_is_refused(model: Any, managed: ballonet.Managed, held: HeldLayers) -> None:
+def test_drop_of_layers_that_cannot_be_dropped_is_refused(
+    model: Any, managed: ballonet.Managed, held: HeldLayers
+) -> None:
     for span in (Span(2, LAYERS + 1), Span(LAYERS, LAYERS + 1)):
         with pytest.raises(ManageError, match="are none of it"):
             held.drop(span)
