@@ -131,6 +131,12 @@ def test_square_wave_has_one_drop_and_one_restore_in_a_period_at_most() -> None:
         assert at == [n // 2 for n in range(2 * periods)], "two epochs in each"
 
 
+def test_low_halves_shorter_than_the_dwell_are_no_reason_to_restore() -> None:
+    wave = [arrival for n in range(4) for arrival in burst(60, 0.05, 60, 150, seed=n, begin=n * 16.0)]
+    row = run(fleet(2, 1600), SLOW, wave, "drop")
+    assert (row["drops"], row["restores"]) == (1, 0)
+
+
 def test_no_layer_is_dropped_where_prompts_take_the_time() -> None:
     cost = ChunkCost(1e-9, 4e-4, 1e-3, decode=ChunkCost(0.0, 1e-4, 1e-3))
     rows, log = [], list[Entry]()
