@@ -80,7 +80,7 @@ else
 endif
 
 kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds, at every row of the fault matrix, and while groups form and part
-	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
+	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_serve.py
 
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))

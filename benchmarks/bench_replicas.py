@@ -20,9 +20,8 @@ from harness import Benchmark, Figure, Options, main, report
 from ballonet.hooks.server.load import RecordedArrival, read
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.run import POLICIES, run
-from ballonet.offload.policy.replicas.actions import Commit
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.decisions import Decision, Entry
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
+from ballonet.offload.policy.replicas.protocol import Commit, Decision, Entry
 
 GB, PAGE = 10**9, 2**21
 PEERS = [each for each in POLICIES if each != "drop"]

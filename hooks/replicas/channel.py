@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.pipeline import ChunkCost
 from .errors import NoAnswer, OtherModel, SupervisorLost
 from .messages import Fingerprint, Join, JoinRefusal, Message, SupervisorRestarted, Welcome, decoded
 from .microbatch_plan import Request

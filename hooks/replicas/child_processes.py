@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.pipeline import ChunkCost
 from .channel import MemberAdmission, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import Join, Message, Welcome, decoded, encoded

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from ...offload.policy.replicas import events
-from ...offload.policy.replicas.events import Event
+from ...offload.policy.replicas import protocol
+from ...offload.policy.replicas.protocol import Event
 from .messages import Start, Told
 from .microbatch_plan import Request
 from .recording import Recording
@@ -139,14 +139,14 @@ class ClientRequests:
             asked, now = self._inbox.popleft(), self._clock()
             if isinstance(asked, str):
                 if self._finish(asked) is not None:
-                    self._notify_controller(events.Left(now, asked))
+                    self._notify_controller(protocol.Left(now, asked))
                 continue
             try:
                 self._ledger.accept(asked, now)
             except ValueError as error:
                 self._notify_client(asked, str(error))
                 continue
-            self._notify_controller(events.Arrived(now, asked.name, len(asked.prompt), asked.new))
+            self._notify_controller(protocol.Arrived(now, asked.name, len(asked.prompt), asked.new))
 
     # -- for and from replicas
 
@@ -182,7 +182,7 @@ class ClientRequests:
             self._first.setdefault(request.name, self._clock())
         if request.over:
             self._finish(request.name)
-            self._notify_controller(events.Finished(self._clock(), request.name))
+            self._notify_controller(protocol.Finished(self._clock(), request.name))
         self._notify_client(request, None)
 
     # -- their ends
@@ -191,7 +191,7 @@ class ClientRequests:
         """Ends a request with an error; notifies the controller and the client."""
         request = self._finish(name)
         if request is not None:
-            self._notify_controller(events.Left(self._clock(), name))
+            self._notify_controller(protocol.Left(self._clock(), name))
             self._notify_client(request, why)
 
     def refuse(self, name: str, why: str) -> None:

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 from ...allocator.errors import BallonetError, DropRefused, PoolExhausted, WeightsFileChanged
-from ...offload.policy.replicas import actions, events
-from ...offload.policy.replicas.events import Reason
+from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.groups import Group
+from ...offload.policy.replicas.protocol import Reason
 from .channel import SupervisorChannel
 from .errors import ChecksumError, Interrupted, LinkError
 from .kv_exchange import Handed, HandedOver, Handover
@@ -101,7 +101,7 @@ class PendingEpoch:
     cancelled in the meantime, and may be on their way here."""
 
     def __init__(
-        self, wanted: actions.Prepare, mine: Group, me: int, old: Group | None, links: dict[int, Link]
+        self, wanted: protocol.Prepare, mine: Group, me: int, old: Group | None, links: dict[int, Link]
     ) -> None:
         """Sends all peers the leader of this replica's present group, `old`. `links`: to the peers, being formed."""
         self.epoch = wanted.epoch
@@ -218,7 +218,7 @@ class EpochState:
         self.stage = setup.make_stage(setup.replica, group, setup.me, epoch, watched, notify, setup.split)
         moves.restore_own_layers(group, epoch)
         self._requests.start_early(epoch, self.leader)
-        setup.supervisor.post(events.Committed(0.0, epoch, setup.me))
+        setup.supervisor.post(protocol.Committed(0.0, epoch, setup.me))
 
     def enter(self, pending: PendingEpoch, moves: LayerMoves) -> None:
         """Enters the next epoch. The old stage is kept until its KV is handed over."""
@@ -253,7 +253,7 @@ class EpochState:
         if handover.complete:
             self.sent += handover.sent
             self.handover = self._old = None
-            self._setup.supervisor.post(events.Exchanged(0.0, self.epoch, self._setup.me))
+            self._setup.supervisor.post(protocol.Exchanged(0.0, self.epoch, self._setup.me))
         return happened
 
     def drop_late_kv(self) -> None:
@@ -267,7 +267,7 @@ class EpochState:
 
     def _damaged(self, member: int, request: str) -> None:
         """Reports to the supervisor that a member received damaged KV of a request."""
-        self._setup.supervisor.post(events.Damaged(0.0, self.epoch, member, request))
+        self._setup.supervisor.post(protocol.Damaged(0.0, self.epoch, member, request))
 
     def leave(self) -> None:
         """Leaves the group, and drops all KV and requests."""
@@ -320,7 +320,7 @@ class EpochChange:
         pending = self.pending
         return pending is not None and peer in pending.links and pending.links[peer].error is None
 
-    def prepare(self, wanted: actions.Prepare) -> None:
+    def prepare(self, wanted: protocol.Prepare) -> None:
         """Starts to prepare an epoch, and to form its links; gives up an earlier one in preparation."""
         me, stage = self._setup.me, self._state.stage
         mine = next((group for group in wanted.groups if me in group.members), None)
@@ -334,7 +334,7 @@ class EpochChange:
         self.pending = PendingEpoch(wanted, mine, me, old, links)
         self.pending.pulls = self._moves.pull_all(wanted.pulls, links)
 
-    def commit(self, wanted: actions.Commit) -> None:
+    def commit(self, wanted: protocol.Commit) -> None:
         """Notes that the epoch in preparation is committed, and plans nothing new in the present one. Nothing where
         another epoch is in preparation."""
         if self.pending is None or self.pending.epoch != wanted.epoch:
@@ -374,7 +374,9 @@ class EpochChange:
             self._state.enter(pending, self._moves)
         except (DropRefused, WeightsFileChanged, PoolExhausted, torch.OutOfMemoryError):
             self._state.leave()
-            self._setup.supervisor.post(events.Suspected(0.0, pending.epoch, self._setup.me, next(iter(pending.links))))
+            self._setup.supervisor.post(
+                protocol.Suspected(0.0, pending.epoch, self._setup.me, next(iter(pending.links)))
+            )
         return True
 
     def _prepare_step(self, pending: PendingEpoch) -> bool:
@@ -393,9 +395,9 @@ class EpochChange:
             self._fail(pending, reason_of(error))
             return True
         pending.reported = True
-        self._setup.supervisor.post(events.Prepared(0.0, pending.epoch, self._setup.me))
+        self._setup.supervisor.post(protocol.Prepared(0.0, pending.epoch, self._setup.me))
         return True
 
     def _fail(self, pending: PendingEpoch, reason: Reason) -> None:
-        self._setup.supervisor.post(events.PrepareFailed(0.0, pending.epoch, self._setup.me, reason))
+        self._setup.supervisor.post(protocol.PrepareFailed(0.0, pending.epoch, self._setup.me, reason))
         self.drop_pending()

@@ -22,7 +22,7 @@ Note [What a checksum sees]
 Note [A layer takes seconds]
     The main loop of a replica prepares, drops or restores a layer in one iteration. A large layer takes seconds over a
     slow link, or from a slow file, and a replica whose count of iterations stands still for a second counts as dead
-    (policy/replicas/heartbeat.py). So a layer is copied, compared and summed piece by piece, and the count grows after
+    (policy/replicas/cluster.py). So a layer is copied, compared and summed piece by piece, and the count grows after
     each piece. If a copy hangs, the count stops.
 
 Note [What a drop would wait for]

@@ -19,10 +19,10 @@ from functools import partial
 import torch
 
 from ...allocator.errors import BallonetError, DropRefused, WeightsFileChanged
-from ...offload.policy.replicas import events
-from ...offload.policy.replicas.events import Reason
+from ...offload.policy.replicas import protocol
+from ...offload.policy.replicas.drops import Pull
 from ...offload.policy.replicas.groups import Group
-from ...offload.policy.replicas.restore_plan import Pull
+from ...offload.policy.replicas.protocol import Reason
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .channel import SupervisorChannel
 from .errors import Interrupted, LinkError, NoAnswer
@@ -139,14 +139,14 @@ class LayerMoves:
             raise
         except (BallonetError, torch.OutOfMemoryError) as error:
             self.pulling = False
-            supervisor.post(events.PullFailed(0.0, self._epoch, me, reason_of(error)))
+            supervisor.post(protocol.PullFailed(0.0, self._epoch, me, reason_of(error)))
             return True
         self.pulling = False
         return False
 
     def post_restored(self) -> None:
         """Reports to the supervisor that all layers are restored."""
-        self._setup.supervisor.post(events.Restored(0.0, self._epoch, self._setup.me))
+        self._setup.supervisor.post(protocol.Restored(0.0, self._epoch, self._setup.me))
 
     def pull_all(self, pulls: Iterable[Pull], links: Mapping[int, Link]) -> Iterator[object]:
         """Restores this replica's layers, one in each step, from a peer if there is a link to it, else from the

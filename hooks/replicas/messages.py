@@ -13,9 +13,9 @@ from msgspec import Struct
 from torch import nn
 
 from ...allocator._native import Device
-from ...offload.policy.replicas import actions, events
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.decisions import ACTIONS, EVENTS
+from ...offload.policy.replicas import protocol
+from ...offload.policy.replicas.pipeline import ChunkCost
+from ...offload.policy.replicas.protocol import ACTIONS, EVENTS
 from ..device.key import key_of
 from ..prefix.identity import samples
 from .microbatch_plan import Request
@@ -192,14 +192,14 @@ Message = (
     | Forget
     | NewTokens
     | Line
-    | actions.Action
-    | events.Event
+    | protocol.Action
+    | protocol.Event
 )
 
 # Messages that end a replica's part in its group, and so its waits there
-ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End, SupervisorRestarted)
+ENDS_GROUP: Final[tuple[type[Any], ...]] = (protocol.Alone, protocol.Rejoin, End, SupervisorRestarted)
 # and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
-ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
+ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, protocol.Discard)
 
 _KINDS: Final[Any] = Union[
     *(Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen),

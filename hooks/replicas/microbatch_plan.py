@@ -26,8 +26,7 @@ import torch
 from msgspec import Struct
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.microbatches import ChunkSize, equal_cost
+from ...offload.policy.replicas.pipeline import ChunkCost, ChunkSize, equal_cost
 from ...offload.policy.step_costs import NOTHING, RequestSLO
 
 Record = TypeVar("Record")
@@ -146,7 +145,7 @@ def split_by_tokens(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
 
 
 def split_by_cost(cost: ChunkCost) -> SplitPolicy:
-    """Returns a policy that makes microbatches of equal cost (KunServe §4.3; policy/replicas/microbatches.py)."""
+    """Returns a policy that makes microbatches of equal cost (KunServe §4.3; policy/replicas/pipeline.py)."""
 
     def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
         batches = equal_cost([ChunkSize(number, *size) for number, size in enumerate(chunks)], places, cost)

@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...allocator.config import change_environment
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.tuning import Replicas
 from .channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
 from .errors import SupervisorLost

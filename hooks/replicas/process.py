@@ -29,9 +29,8 @@ from ...allocator._native import Device
 from ...allocator.config import Config
 from ...allocator.errors import ManageError, RequestTooLarge
 from ...allocator.install import install
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
 from ...offload.policy.replicas.groups import alone
+from ...offload.policy.replicas.pipeline import ChunkCost, Fit, Sample, fit
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..batching.memory import memory_of

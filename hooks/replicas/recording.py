@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, to_line
+from ...offload.policy.replicas.protocol import Continued, Decision, Entry, Setup, from_line, to_line
 from ...offload.policy.tuning import DEFAULT, Timelines
 from ...offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording
 from .messages import Seen

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from ...offload.policy.replicas import actions, events
+from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.groups import alone
 from .channel import Wakeup
 from .epochs import EpochChange, EpochState, LedRequests
@@ -40,7 +40,7 @@ class LoadReport:
         self._setup = setup
         self._progress = 0
         self._told_at = -1.0
-        self._told: events.Load | None = None
+        self._told: protocol.Load | None = None
         self._lock = threading.Lock()
         self._wished: list[tuple[float, int]] = []  # until when, and how many pages
 
@@ -58,7 +58,7 @@ class LoadReport:
             return
         used, free, pending = (0, 0, 0) if stage is None else stage.count_pages(self._setup.layers)
         pending += self._wishes(now)
-        self._tell(events.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress), now)
+        self._tell(protocol.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress), now)
 
     def beat_mid_step(self) -> None:
         """Counts progress within a long iteration, and repeats the latest load if it is due: the cache and its locks
@@ -72,7 +72,7 @@ class LoadReport:
         tuning = self._setup.tuning
         return now - self._told_at >= min(tuning.beat, tuning.period)
 
-    def _tell(self, load: events.Load, now: float) -> None:
+    def _tell(self, load: protocol.Load, now: float) -> None:
         self._told, self._told_at = load, now
         self._setup.supervisor.post(load)
 
@@ -239,24 +239,24 @@ class Replica:
         match message:
             case Start():
                 self._requests.start(message, state.epoch, state.leader)
-            case actions.Cancel():
+            case protocol.Cancel():
                 self._cancel(message.request)
-            case actions.Prepare():
+            case protocol.Prepare():
                 self._change.prepare(message)
-            case actions.Commit():
+            case protocol.Commit():
                 self._change.commit(message)
-            case actions.Discard():
+            case protocol.Discard():
                 self._moves.stop(message.epoch)
                 self._change.discard(message.epoch)
-            case actions.Alone():
+            case protocol.Alone():
                 self._leave_all()
                 state.begin_stage(alone(self._setup.me, self._setup.layers), message.epoch, {}, self._moves)
-            case actions.StartRestore():
+            case protocol.StartRestore():
                 links = self._change.links if self._change.epoch == message.epoch else state.links
                 self._moves.begin(message.epoch, message.pulls, links)
             case StartTimeline():
                 self._setup.notes.on = True
-            case actions.Rejoin():
+            case protocol.Rejoin():
                 self._ended, self._rejoins = True, ()
             case SupervisorRestarted():
                 self._ended, self._rejoins = True, self._led()
@@ -299,7 +299,7 @@ class Replica:
         pending = self._change.pending
         is_pending = pending is not None and peer in pending.links and pending.links[peer].error is not None
         epoch = pending.epoch if pending is not None and is_pending else self._state.epoch
-        self._supervisor.post(events.Suspected(0.0, epoch, self._setup.me, peer))
+        self._supervisor.post(protocol.Suspected(0.0, epoch, self._setup.me, peer))
         if pending is not None and is_pending and not pending.committed:
             self._change.drop_pending()
             return

@@ -41,8 +41,8 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.groups import Span
+from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.pipeline import ChunkCost
 from ..server.application import Address, Application
 from ..watch.registry import Addition
 from .channel import MemberAdmission, Wakeup

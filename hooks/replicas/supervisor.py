@@ -18,14 +18,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ...offload.policy.replicas import actions, events
-from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.cluster import Cluster
-from ...offload.policy.replicas.controller import Controller
-from ...offload.policy.replicas.decisions import Entry, Note, Setup, decide
+from ...offload.policy.replicas.controller import Controller, decide
 from ...offload.policy.replicas.demand import KVSize
-from ...offload.policy.replicas.events import Event, Reason
-from ...offload.policy.replicas.replacements import Replacements
+from ...offload.policy.replicas.pipeline import ChunkCost
+from ...offload.policy.replicas.processes import Replacements
+from ...offload.policy.replicas.protocol import Entry, Event, Note, Reason, Setup
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
@@ -208,49 +207,49 @@ class ActionPerformer:
         self._drops: dict[int, bool] = {}  # by epoch in preparation: does it drop layers?
         self._prepared: set[int] = set()  # members of the epoch in preparation
 
-    def perform(self, action: actions.Action, cluster: Cluster) -> None:
+    def perform(self, action: protocol.Action, cluster: Cluster) -> None:
         """Performs an action. `cluster`: the controller's, after this event."""
         match action:
-            case actions.Dispatch():
+            case protocol.Dispatch():
                 self._give((action.request,), action.epoch, action.members)
-            case actions.Recompute():
+            case protocol.Recompute():
                 self.counts["recompute"] += len(action.requests)
                 self._give(action.requests, action.epoch, action.members)
-            case actions.Refuse():
+            case protocol.Refuse():
                 self._clients.refuse(action.request, f"no replicas can compute it: {action.reason.value}")
-            case actions.Cancel():
+            case protocol.Cancel():
                 self._replicas.post(action.members[0], action)
-            case actions.Prepare():
+            case protocol.Prepare():
                 self._drops[action.epoch] = any(group.is_dropped for group in action.groups)
                 self._prepared = {member for group in action.groups for member in group.members}
                 self._to(self._prepared, action)
-            case actions.Commit():
+            case protocol.Commit():
                 self._committed(action, cluster)
-            case actions.Discard():
+            case protocol.Discard():
                 self.counts["discard"] += 1
                 self._drops.pop(action.epoch, None)
                 self._mark(f"epoch {action.epoch} is given up")
                 self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
                 self._to(self._prepared, action)
-            case actions.Alone():
+            case protocol.Alone():
                 self._replicas.post(action.member, action)
                 self._ready.set()
-            case actions.StartRestore():
+            case protocol.StartRestore():
                 comes = Counter(each.member for each in action.pulls)
                 parts = ", ".join(f"{count} to replica {member}" for member, count in sorted(comes.items()))
                 self._say(f"epoch {action.epoch}: layers come home: {parts}")
                 self._to({each.member for each in action.pulls}, action)
-            case actions.Fence():
+            case protocol.Fence():
                 self.counts["fence"] += 1
                 self._fence(action)
-            case actions.Decline():
+            case protocol.Decline():
                 self.declined[action.reason.value] += 1
-            case actions.Rejoin():
+            case protocol.Rejoin():
                 self._replicas.post(action.member, action)
-            case actions.Hold():
+            case protocol.Hold():
                 pass  # the request waits in the controller
 
-    def _fence(self, action: actions.Fence) -> None:
+    def _fence(self, action: protocol.Fence) -> None:
         """Kills a process of this machine. A replica of another machine may only be paused: if it resumes, it joins
         anew."""
         ended = self._ranks.end(action.member)
@@ -258,9 +257,9 @@ class ActionPerformer:
         what = f"replica {action.member} is {'ended' if ends else 'shut out until it joins anew'}"
         self._mark(what)
         self._say(f"{what}: {action.reason.value}")
-        self._replicas.post(action.member, End() if ends else actions.Rejoin(action.member))
+        self._replicas.post(action.member, End() if ends else protocol.Rejoin(action.member))
 
-    def _committed(self, action: actions.Commit, cluster: Cluster) -> None:
+    def _committed(self, action: protocol.Commit, cluster: Cluster) -> None:
         drops = self._drops.pop(action.epoch, True)
         self.counts["drop" if drops else "restore"] += 1
         self._mark(f"epoch {action.epoch}: {'drop' if drops else 'restore'}")
@@ -427,7 +426,7 @@ class Supervisor:
         now = self._clock()
         if now - self._ticked >= self._tuning.period:
             self._ticked = now
-            self._on(events.Tick(now))
+            self._on(protocol.Tick(now))
         self._look_for_replicas()
 
     def _join(self, member: int, hello: Hello) -> None:
@@ -447,12 +446,12 @@ class Supervisor:
         self._say(f"replica {member} has joined, process {hello.process} on {hello.host}")
         if self._recording is not None:
             self._replicas.post(member, StartTimeline())
-        self._on(events.Joined(self._clock(), member, hello.pages))
+        self._on(protocol.Joined(self._clock(), member, hello.pages))
 
     def _lost(self, member: int | None, how: str) -> None:
         """Handles the end of a replica's process. `member`: None if it had not joined."""
         if member is not None:
-            self._on(events.Lost(self._clock(), member))
+            self._on(protocol.Lost(self._clock(), member))
         elif self._controller is None and not self._ranks.expected:
             self._failed = f"no replica has joined, and none is left: {how}"
             self.ready.set()
@@ -511,7 +510,7 @@ def controller_of(hello: Hello, tuning: Replicas, note: Note) -> Controller:
     """Returns the controller of replicas like the one that has sent this, and notes what it is made with."""
     setup = Setup(hello.layers, KVSize(hello.token, hello.page), hello.cost, tuning, hello.page / tuning.link)
     note(setup)
-    return setup.controller()
+    return Controller.of(setup)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
+from ...offload.policy.replicas.pipeline import ChunkCost, Fit, Sample, fit
 from ...offload.policy.step_costs import Parts
 from ..plan.machine import costs_of
 

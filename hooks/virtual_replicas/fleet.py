@@ -7,7 +7,7 @@ from typing import Any
 
 from ...allocator.errors import ManageError
 from ...allocator.units import format_size
-from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.tuning import DEFAULT
 from ..plan.machine import MachineSizes
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.decisions import Note
-from ...offload.policy.replicas.events import Reason
+from ...offload.policy.replicas.pipeline import ChunkCost
+from ...offload.policy.replicas.protocol import Note, Reason
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..replicas.channel import MemberAdmission, ToSupervisor
 from ..replicas.errors import SupervisorLost

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.dispatch import Dispatcher
+from ...offload.policy.replicas.pipeline import ChunkCost
+from ...offload.policy.replicas.requests import Dispatcher
 from ...offload.policy.tuning import DEFAULT
 from .fleet import VirtualFleet
 from .group_queue import Chunk, GroupQueue, Job

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.decisions import Note
+from ...offload.policy.replicas.pipeline import ChunkCost
+from ...offload.policy.replicas.protocol import Note
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..server.load import RecordedArrival, summary
 from .faults import PlayedFault

@@ -19,10 +19,10 @@ from weakref import WeakSet, ref
 import torch
 
 from ...allocator.errors import DropRefused, WeightsFileChanged
-from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.demand import KVSize, prompt_pages
-from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group, Span
+from ...offload.policy.replicas.pipeline import ChunkCost
+from ...offload.policy.replicas.protocol import Reason
 from ..replicas.leader import Notify
 from ..replicas.microbatch_plan import Request, SplitPolicy, tensor_of
 from ..replicas.replica_model import Ran, StageTimes

@@ -420,7 +420,7 @@ class Replicas:
     full: float = 0.95
     # Restored: less than this part of the memory that undropped replicas have for KV is used (paper 003, §4.4).
     calm: float = 0.5
-    # Seconds that it has to be so: the dwell of pages. Chosen; tests/replicas/test_square_wave.py holds what it is for.
+    # Seconds that it has to be so: the dwell of pages. Chosen; tests/replicas/test_fleet_run.py holds what it is for.
     dwell: float = 10.0
     # Looks at the load that say whether it falls, the later half against the earlier, or how it grows: 4 s. Chosen.
     looks: int = 40

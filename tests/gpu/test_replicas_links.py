@@ -23,8 +23,7 @@ from ballonet.hooks.replicas.pair import NcclConnect, Store, gpu_name, stream_of
 
 pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
 
-from ..replicas.fleet import Stock, drawn
-from ..replicas.program import Program
+from ..replicas.fleet import Program, Stock, drawn
 
 SECONDS = 120.0
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""A server whose replicas are processes, and whose supervisor is in the test: asked over HTTP, watched from outside."""
+"""Servers whose replicas are processes: with the supervisor in the test, watched from outside, or `ballonet serve` as a
+program, asked by stock clients.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,24 @@ import json
 import math
 import os
 import random
+import re
+import signal
+import socket
+import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TextIO
 
 import pytest
 import torch
 import uvicorn
+from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.control import look
@@ -27,15 +34,35 @@ from ballonet.hooks.replicas.process import ReplicaOptions
 from ballonet.hooks.replicas.replica_server import LocalFleet, ReplicaServer
 from ballonet.hooks.replicas.supervisor import Fleet as ReplicaFleet
 from ballonet.hooks.server.application import Address
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT, Replicas
 from ballonet.testing import replica_faults
 from ballonet.testing.replica_faults import Fault
 
+from .. import programs
+from ..gpu.forked import Fork
 from ..models import build
 from ..outside import memfd_bytes
 from ..serving.test_server import saved
-from .processes import ENVIRONMENT, free_port, wait
+
+ENVIRONMENT: Final = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """Returns a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait(until: Callable[[], object], failed: Callable[[], object] = lambda: None) -> None:
+    """Returns once that is so; how long that takes is not judged. `failed`: what is said where it will not come; None
+    while it may."""
+    while not until():
+        why = failed()
+        assert why is None, why
+        time.sleep(0.01)
+
 
 LAYERS = 8
 BURST = 18  # requests that replicas of `arguments` have no memory for, all at once
@@ -144,7 +171,7 @@ class Stock:
         return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
     def answers(self, asked: Sequence[Asked]) -> list[str]:
-        return [self.answer(each) for each in asked]
+        return [self.answer(request) for request in asked]
 
 
 def text_of(asked: Asked) -> str:
@@ -201,35 +228,35 @@ class Fleet:
         what they count. On the host weights alone are left, and pages that are free: KV that was there may be again.
         `pages` has what retires of the device only: pages of the host that still do so count as used, and are waited
         for, but not for ever."""
-        found: list[dict[str, Any]] = []
+        views: list[dict[str, Any]] = []
         held: list[tuple[int, int]] = []
         more = 0  # looks at pages of the host that are nobody's
 
         def rests() -> bool:
             nonlocal more
             held[:] = self._held()
-            found[:] = [look(each, patience=PATIENCE) for each in self.processes]
+            views[:] = [look(process, patience=PATIENCE) for process in self.processes]
             if held != self._held():
                 return False  # pages are created, or go back to the driver
-            kv = {each["pages"]["kv"] for each in found}
+            kv = {view["pages"]["kv"] for view in views}
             self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
-            if kv != {self._kv} or any(each["pages"]["retiring"] for each in found):
+            if kv != {self._kv} or any(view["pages"]["retiring"] for view in views):
                 return False
             more += 1
-            return more > LOOKS or all(beside_weights(each) in (0, 1) for each in found)
+            return more > LOOKS or all(beside_weights(view) in (0, 1) for view in views)
 
         self.wait(rests)
-        for each, (device, host) in zip(found, held, strict=True):
-            page = each["page_size"]
-            assert device == sum(each["pages"].values()) * page <= each["budget"], (device, each)
-            assert host == each["host_pages"] * page, (host, each)
+        for view, (device, host) in zip(views, held, strict=True):
+            page = view["page_size"]
+            assert device == sum(view["pages"].values()) * page <= view["budget"], (device, view)
+            assert host == view["host_pages"] * page, (host, view)
             # hooks/weights/ranges.py: `_blank`, one of each model
-            assert beside_weights(each) in (0, 1), (beside_weights(each), each["models"])
-        return found
+            assert beside_weights(view) in (0, 1), (beside_weights(view), view["models"])
+        return views
 
     def _held(self) -> list[tuple[int, int]]:
         """Bytes that the kernel holds for each replica, on the device and on the host."""
-        return [(memfd_bytes(each, "device"), memfd_bytes(each, "host")) for each in self.processes]
+        return [(memfd_bytes(process, "device"), memfd_bytes(process, "host")) for process in self.processes]
 
     def fault(self, *wanted: Fault) -> None:
         """From now on."""
@@ -254,7 +281,7 @@ class Fleet:
 
     def ask(self, asked: Asked) -> Answer:
         """One request, and all of its answer."""
-        found = Answer()
+        reply = Answer()
         with self.opened(asked) as answer:
             for line in answer:
                 text = line.decode().strip()
@@ -262,11 +289,11 @@ class Fleet:
                     continue
                 part = json.loads(text.removeprefix("data: "))
                 if "error" in part:
-                    found.error = str(part["error"])
+                    reply.error = str(part["error"])
                 else:
-                    found.pieces += [choice["text"] for choice in part["choices"]]
-                    found.ends += sum(choice.get("finish_reason") is not None for choice in part["choices"])
-        return found
+                    reply.pieces += [choice["text"] for choice in part["choices"]]
+                    reply.ends += sum(choice.get("finish_reason") is not None for choice in part["choices"])
+        return reply
 
     def burst(self, asked: Sequence[Asked]) -> list[Answer]:
         """Sends all requests at once."""
@@ -282,9 +309,9 @@ class Fleet:
 def answered(fleet: Fleet, stock: Stock) -> None:
     """A burst, all of which get the answers of stock, once."""
     asked = drawn(BURST)
-    found = fleet.burst(asked)
-    assert [(each.error, each.ends) for each in found] == [(None, 1)] * BURST, fleet.said
-    assert [each.text for each in found] == stock.answers(asked)
+    answers = fleet.burst(asked)
+    assert [(answer.error, answer.ends) for answer in answers] == [(None, 1)] * BURST, fleet.said
+    assert [answer.text for answer in answers] == stock.answers(asked)
 
 
 @contextmanager
@@ -326,10 +353,113 @@ def serving(
         try:
             fleet.wait(lambda: len(fleet.members) == replicas)
             fleet.at_rest()
-            assert [semaphores(each) for each in fleet.processes] == [[]] * replicas
+            assert [semaphores(process) for process in fleet.processes] == [[]] * replicas
             yield fleet
         finally:
             seen |= {*fleet.processes}
             fleet.close()
-            left = [each for each in seen if Path(f"/proc/{each}").exists()]
+            left = [process for process in seen if Path(f"/proc/{process}").exists()]
         assert left == [], "no orphan"
+
+
+PATIENT: Final = ("--silent", "300s")  # a loaded machine makes nobody dead
+SIZES: Final = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
+
+
+class Running:
+    """A server in a `process`, which listens at `url` and writes its lines to a file, `_said`."""
+
+    process: subprocess.Popen[bytes] | Fork
+    url: str
+    _said: TextIO
+
+    def said(self) -> str:
+        """Returns the program's output so far."""
+        return Path(self._said.name).read_text(errors="replace")
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns once that is so; how long that takes is not judged."""
+        wait(until, lambda: None if self.process.poll() is None else self.said())
+
+    def figure(self, name: str) -> float:
+        """The sum of what `/metrics` has by a name."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+class Program(Running):
+    """The server of a model of 8 layers (`made`) on so many replicas, which have joined. `folder`: of the model; `RAY`:
+    arguments that say where replicas are."""
+
+    RAY: tuple[str, ...] = ("--ray", "off")
+    sizes = SIZES + PATIENT
+
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self.model = made(folder)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._said = (folder / "said").open("w+")
+        self.process = self.start(folder, replicas, port)
+        self.wait(lambda: self.said().count("has joined") == replicas)
+
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes] | Fork:
+        """Starts it."""
+        command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *self.sizes]
+        command += self.RAY
+        log = Path(self._said.name)
+        return programs.begun([*command, *self.options(folder)], {**os.environ, **ENVIRONMENT}, log)
+
+    def options(self, folder: Path) -> list[str]:
+        """More arguments of `ballonet serve`."""
+        return ["--batch-tokens", "256"]
+
+    def popen(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
+        """Starts a process whose lines are `said`. `more`: environment."""
+        return subprocess.Popen(command, stderr=self._said, env={**os.environ, **ENVIRONMENT, **more})
+
+    def burst(self, asked: Sequence[Asked]) -> list[str]:
+        """The answers to requests, all asked at once."""
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=1800)
+
+        def ask(request: Asked) -> str:
+            reply = client.completions.create(
+                model=self.model, prompt=text_of(request), max_tokens=request.new, temperature=0
+            )
+            return reply.choices[0].text
+
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(ask, asked))
+
+    def processes(self) -> list[int]:
+        """The processes of replicas that have joined so far, in that order."""
+        return [int(process) for process in re.findall(r"has joined, process (\d+)", self.said())]
+
+    def children(self) -> list[int]:
+        """The processes that it has started: of its replicas, or where they come from."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(process) for process in path.read_text().split()]
+
+    def end(self) -> int:
+        """SIGTERM, and what it ends with."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
+
+    def kill(self) -> None:
+        """Ends it and what it has started, whatever it does."""
+        for process in (*self.children(), *self.processes(), self.process.pid):
+            if Path(f"/proc/{process}").exists():
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def given_costs(folder: Path) -> list[str]:
+    """Arguments that leave out to measure what batches take."""
+    path = folder / "costs.json"
+    path.write_text(json.dumps(asdict(COST)))
+    return ["--costs", str(path)]
+
+
+def wait_gone(processes: Sequence[int]) -> None:
+    """Returns once none of them is there any more; how long that takes is not judged."""
+    wait(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))

@@ -49,14 +49,14 @@ def cuts(layers: int, parts: int) -> list[Span]:
 
 def without_others(model: nn.Module, span: Span) -> nn.Module:
     """A copy in which what only the layers outside of the span have is not a number."""
-    found = copy.deepcopy(model)
-    layers = decoder_layers(found)
-    kept = {id(each) for layer in layers[span.begin : span.end] for each in (*layer.parameters(), *layer.buffers())}
+    part = copy.deepcopy(model)
+    layers = decoder_layers(part)
+    kept = {id(tensor) for layer in layers[span.begin : span.end] for tensor in (*layer.parameters(), *layer.buffers())}
     for index, layer in enumerate(layers):
-        for each in (*layer.parameters(), *layer.buffers()):
-            if index not in span and id(each) not in kept and each.is_floating_point():
-                each.data.fill_(float("nan"))
-    return found
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if index not in span and id(tensor) not in kept and tensor.is_floating_point():
+                tensor.data.fill_(float("nan"))
+    return part
 
 
 class Step(NamedTuple):
@@ -71,23 +71,23 @@ def steps(chunk: int) -> list[Step]:
     """Two requests: one of two padded rows, whose prompt comes in chunks, and another between its steps."""
     first = torch.where(prompts(2, 9)["attention_mask"] == 0, PAD, prompts(2, 9)["input_ids"].clamp(3, 190))
     other, more = prompts(1, 5)["input_ids"].clamp(3, 190), torch.tensor([[7, 90], [64, 5]])
-    found, at = [], 0
+    made, at = [], 0
     while at < 9:
         new = min(chunk, 9 - at)
-        found.append(Step("first", first[:, : at + new], new))
+        made.append(Step("first", first[:, : at + new], new))
         at += new
-    found.append(Step("other", other, 5))
+    made.append(Step("other", other, 5))
     for end in range(1, 3):
-        found.append(Step("first", torch.cat([first, more[:, :end]], dim=1), 1))
-        found.append(Step("other", torch.cat([other, more[:1, :end]], dim=1), 1))
-    return found
+        made.append(Step("first", torch.cat([first, more[:, :end]], dim=1), 1))
+        made.append(Step("other", torch.cat([other, more[:1, :end]], dim=1), 1))
+    return made
 
 
 class Pipeline:
     """Stages that hand one forward after the other to each other, each with caches of its own."""
 
     def __init__(self, splices: Sequence[Splice]) -> None:
-        self.stages = [SpliceStage(each) for each in splices]
+        self.stages = [SpliceStage(splice) for splice in splices]
         self.caches: dict[tuple[str, int], Any] = {}
 
     def run(self, step: Step) -> torch.Tensor:
@@ -95,21 +95,21 @@ class Pipeline:
         given: Hidden | None = None
         for number, stage in enumerate(self.stages):
             cache = self.caches.get((step.request, number))
-            found = stage.run(inputs_of(stage.splice.model, step, stage.splice.cache_name, cache), given)
-            self.caches[step.request, number] = found.cache
-            if isinstance(found, Logits):
-                return found.logits
-            given = Hidden(tuple(each.clone() for each in found.tensors))  # as another process has them
+            sent = stage.run(inputs_of(stage.splice.model, step, stage.splice.cache_name, cache), given)
+            self.caches[step.request, number] = sent.cache
+            if isinstance(sent, Logits):
+                return sent.logits
+            given = Hidden(tuple(tensor.clone() for tensor in sent.tensors))  # as another process has them
         raise AssertionError("there was no last stage")
 
 
 def inputs_of(model: Any, step: Step, cache_name: str, cache: Any) -> Mapping[str, Any]:
     """Returns the arguments of a forward."""
     ids = step.ids if type(model).__name__.startswith("CpmAnt") else step.ids[:, -step.new :]
-    found = {"input_ids": ids, "use_cache": True}
+    inputs = {"input_ids": ids, "use_cache": True}
     if "attention_mask" in inspect.signature(model.forward).parameters:
-        found["attention_mask"] = (step.ids != PAD).long()
-    return found | ({} if cache is None else {cache_name: cache})
+        inputs["attention_mask"] = (step.ids != PAD).long()
+    return inputs | ({} if cache is None else {cache_name: cache})
 
 
 def in_one(model: Any, all_steps: Sequence[Step]) -> list[torch.Tensor]:

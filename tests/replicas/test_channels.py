@@ -34,7 +34,7 @@ from ballonet.hooks.replicas.messages import (
     fingerprint_of,
 )
 from ballonet.hooks.replicas.microbatch_plan import Request
-from ballonet.offload.policy.replicas import actions
+from ballonet.offload.policy.replicas import protocol
 
 from ..pool import take_out
 
@@ -61,9 +61,9 @@ class Office:
         return end.join(fingerprint).member, end
 
     def take(self) -> tuple[int, Message]:
-        found = self.wakeup.wait(self.replicas.take, LONG)
-        assert found is not None
-        return found
+        message = self.wakeup.wait(self.replicas.take, LONG)
+        assert message is not None
+        return message
 
     def leave(self) -> None:
         """What the end of the supervisor's process does, once all is sent."""
@@ -92,9 +92,9 @@ def eventually(true: Callable[[], object]) -> None:
 
 
 def taken(end: PipeToSupervisor) -> Message:
-    found = end.wakeup.wait(end.take, LONG)
-    assert found is not None
-    return found
+    message = end.wakeup.wait(end.take, LONG)
+    assert message is not None
+    return message
 
 
 def told(number: int) -> Told:
@@ -163,10 +163,10 @@ def test_messages_arrive_once_and_in_order_each_way(office: Office) -> None:
 def test_kinds_of_waiting_messages_are_seen_without_taking_them(office: Office) -> None:
     member, end = office.joined()
     office.replicas.post(member, StartTimeline())
-    office.replicas.post(member, actions.Alone(1, member))
-    eventually(lambda: end.has_kind((actions.Alone,)))
+    office.replicas.post(member, protocol.Alone(1, member))
+    eventually(lambda: end.has_kind((protocol.Alone,)))
     assert not end.has_kind((End,))
-    assert [taken(end), taken(end)] == [StartTimeline(), actions.Alone(1, member)]
+    assert [taken(end), taken(end)] == [StartTimeline(), protocol.Alone(1, member)]
 
 
 def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Office) -> None:
@@ -181,9 +181,9 @@ def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Offic
 
 def test_replica_that_joins_again_has_another_number_and_no_message_to_the_old_one(office: Office) -> None:
     member, end = office.joined()
-    office.replicas.post(member, actions.Rejoin(member))
-    office.replicas.post(member, actions.Alone(1, member))
-    assert taken(end) == actions.Rejoin(member)
+    office.replicas.post(member, protocol.Rejoin(member))
+    office.replicas.post(member, protocol.Alone(1, member))
+    assert taken(end) == protocol.Rejoin(member)
     again = end.join(SERVED).member
     assert again == member + 1
     office.replicas.post(member, End())
@@ -266,13 +266,17 @@ def test_a_fingerprint_is_of_the_weights_their_type_and_the_versions() -> None:
         device = devices.require()
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
-        found = fingerprint_of(model, device)
-        assert (found.torch, found.dtype) == (torch.__version__, "float32 x 2")
-        assert fingerprint_of(copy.deepcopy(model), device) == found
+        fingerprint = fingerprint_of(model, device)
+        assert (fingerprint.torch, fingerprint.dtype) == (torch.__version__, "float32 x 2")
+        assert fingerprint_of(copy.deepcopy(model), device) == fingerprint
         with torch.no_grad():
             model.weight.mul_(1.5)
-        assert [each.split()[0] for each in found.differences(fingerprint_of(model, device))] == ["weights"]
-        assert found.differences(fingerprint_of(model.half(), device)) == ("dtype is float16 x 2, not float32 x 2",)
+        assert [difference.split()[0] for difference in fingerprint.differences(fingerprint_of(model, device))] == [
+            "weights"
+        ]
+        assert fingerprint.differences(fingerprint_of(model.half(), device)) == (
+            "dtype is float16 x 2, not float32 x 2",
+        )
         del model
     finally:
         take_out()

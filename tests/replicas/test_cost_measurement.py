@@ -14,11 +14,11 @@ from ballonet.hooks.replicas import process
 from ballonet.hooks.replicas.microbatch_plan import Chunk, Request
 from ballonet.hooks.replicas.process import measure_cost, sample_requests
 from ballonet.hooks.replicas.replica_model import HostTimeMarks, SpanRunner
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
-from .grouped import Replicas, install
+from .stages import Replicas, install
 
 LAYERS = 2
 COST = ChunkCost(1e-6, 2e-5, 1e-3)
@@ -26,12 +26,14 @@ FEW = replace(DEFAULT.replicas, requests_measured=24, answer_measured=6, rounds_
 
 
 def test_made_requests_are_of_all_sizes() -> None:
-    lengths = [len(each.prompt) for each in sample_requests(DEFAULT.replicas, 512)]
+    lengths = [len(request.prompt) for request in sample_requests(DEFAULT.replicas, 512)]
     assert len(lengths) == DEFAULT.replicas.requests_measured
     assert min(lengths) < 512 // 8 < 2 * 512 < max(lengths) <= DEFAULT.replicas.batches_measured * 512
     assert sum(length < 512 for length in lengths) > len(lengths) / 2
-    assert [each.prompt for each in sample_requests(FEW, 512)] == [each.prompt for each in sample_requests(FEW, 512)]
-    *others, last = (each.new for each in sample_requests(DEFAULT.replicas, 512))
+    assert [request.prompt for request in sample_requests(FEW, 512)] == [
+        request.prompt for request in sample_requests(FEW, 512)
+    ]
+    *others, last = (request.new for request in sample_requests(DEFAULT.replicas, 512))
     assert last > max(others) + 4, "it decodes alone at the end"
 
 
@@ -42,7 +44,7 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     stock = SpanRunner._run
 
     def run(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
-        sizes = tuple((each.before, len(each.ids)) for each in chunks)
+        sizes = tuple((chunk.before, len(chunk.ids)) for chunk in chunks)
         now[0] += COST.batch(sizes) if sizes in seen else 100.0
         seen.append(sizes)
         return stock(self, chunks, *rest)
@@ -50,10 +52,10 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(SpanRunner, "_run", run)
     install()
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
-        found = measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW)
+        measured = measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW)
         assert member.times is None, "what is served later is not counted here"
-    assert found.error < 1e-3
-    assert found.cost.seconds(40, 20) == pytest.approx(COST.seconds(40, 20), rel=1e-2)
+    assert measured.error < 1e-3
+    assert measured.cost.seconds(40, 20) == pytest.approx(COST.seconds(40, 20), rel=1e-2)
     assert any(len({new == 1 for _, new in sizes}) == 2 for sizes in seen), "prompts and decoding requests together"
     assert any(sum(new for _, new in sizes) == 1 for sizes in seen), "one alone"
 
@@ -65,7 +67,7 @@ def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> No
     run, stock = SpanRunner._run, process._batches
 
     def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
-        sizes = tuple((each.before, len(each.ids)) for each in chunks)
+        sizes = tuple((chunk.before, len(chunk.ids)) for chunk in chunks)
         rounds[-1].append(sizes)
         new, read = sum(size for _, size in sizes), sum(sum(size) for size in sizes)
         now[0] += COST.batch(sizes) + (1e-3 * new * read if len(rounds) > 1 else 0.0)
@@ -92,7 +94,7 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
     now, stock = [0.0], SpanRunner._run
 
     def run(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
-        now[0] += COST.batch([(each.before, len(each.ids)) for each in chunks])
+        now[0] += COST.batch([(chunk.before, len(chunk.ids)) for chunk in chunks])
         return stock(self, chunks, *rest)
 
     monkeypatch.setattr(SpanRunner, "_run", run)
@@ -103,13 +105,13 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("rounds", [4, 6])
-def test_what_was_disturbed_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disturbed_batch_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as all batches take the same nothing is known; after three tries that is an error."""
     now, stock, begun, tuning = [0.0], process._batches, [0], replace(FEW, tries_measured=3)
     run = SpanRunner._run
 
     def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
-        now[0] += 100.0 if begun[0] <= rounds else COST.batch([(each.before, len(each.ids)) for each in chunks])
+        now[0] += 100.0 if begun[0] <= rounds else COST.batch([(chunk.before, len(chunk.ids)) for chunk in chunks])
         return run(self, chunks, *rest)
 
     def batches(*given: Any) -> Any:

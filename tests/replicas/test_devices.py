@@ -22,8 +22,7 @@ from ballonet.hooks.splice.splice import Splice
 from ..models import build
 from ..serving.batches import prompts
 from ..tuned import Tuned
-from .grouped import BLOCK, CHUNK, Told, evenly, requests
-from .in_process import InProcess
+from .stages import BLOCK, CHUNK, InProcess, Told, evenly, requests
 from .test_pipeline import said
 
 PAGE = 16384
@@ -46,11 +45,11 @@ def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime,
     )
     yield started
     gc.collect()
-    for each in started:
-        each.device.reap(wait=True)
-        each.device.check()
-        assert each.device.snapshot()["pages"]["kv"] == 0
-        devices.stop(each.number)
+    for runtime in started:
+        runtime.device.reap(wait=True)
+        runtime.device.check()
+        assert runtime.device.snapshot()["pages"]["kv"] == 0
+        devices.stop(runtime.number)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +77,15 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     monkeypatch.setattr(leader, "record_of", heard)
     spans = evenly(4, 2)
     models = [made() for _ in spans]
-    holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]
-    splices = [Splice(each) for each in models]
+    holders = [managed(replica, ManageOptions(), on=on) for replica, on in zip(models, two, strict=True)]
+    splices = [Splice(replica) for replica in models]
     members = [
-        ReplicaModel(f"r{n}", each, SplicedLayers(splices[n]), GroupSettings.of(each, CHUNK, page_size=BLOCK))
-        for n, each in enumerate(models)
+        ReplicaModel(f"r{n}", replica, SplicedLayers(splices[n]), GroupSettings.of(replica, CHUNK, page_size=BLOCK))
+        for n, replica in enumerate(models)
     ]
     group = InProcess(1, members, spans, told)
-    for each in asked:
-        group.add(each)
+    for request in asked:
+        group.add(request)
     while not group.leader.idle:
         group.step()
         most = [max(before, cache.pages.pages) for before, cache in zip(most, group.caches, strict=True)]
@@ -95,6 +94,6 @@ def test_no_stage_lacks_memory_for_what_is_planned(
         splice.close()
     for holder in holders:
         holder.release()
-    assert told.answers(asked) == said(model, [list(each.prompt) for each in asked], 40)
+    assert told.answers(asked) == said(model, [list(request.prompt) for request in asked], 40)
     assert left_out == []
     assert min(most) > 10

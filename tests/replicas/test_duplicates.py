@@ -1,16 +1,32 @@
-"""Rung 7: a wish to the controller of replicas, and no page by itself."""
+"""Rung 7: no page by itself, but a wish to the controller of replicas, which reports it as demand for a while."""
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 
+import ballonet
+from ballonet.allocator import devices
+from ballonet.hooks.device import governors
+from ballonet.hooks.replicas.channel import Wakeup
+from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.layer_moves import ReplicaSetup
+from ballonet.hooks.replicas.link import Link
+from ballonet.hooks.replicas.messages import End
+from ballonet.hooks.replicas.replica import Replica
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.governor.overview import Duplicates
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
+from ballonet.offload.policy.replicas import protocol
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing.levers import levers
 
 from ..governed import EQUAL, FakeCache, FakeModel, governed
+from ..models import build
+from .stages import BLOCK, CHUNK, Desk, install
 
 
 def test_the_core_never_takes_duplicates() -> None:
@@ -24,7 +40,7 @@ def test_the_core_never_takes_duplicates() -> None:
 
 def test_the_lever_posts_a_wish_and_frees_nothing() -> None:
     device, governor, _, _ = governed(200, {})
-    (lever,) = [each for each in levers(governor, device, spill=False) if each.rung is Rung.DUPLICATES]
+    (lever,) = [lever for lever in levers(governor, device, spill=False) if lever.rung is Rung.DUPLICATES]
     assert (lever.would_free(), lever.pull(5), lever.revert(5)) == (0, 0, 0), "nobody has duplicates"
     wishes: list[int] = []
     withdraw = governor.duplicates.register(wishes.append, lambda: 30)
@@ -64,7 +80,7 @@ def _key(governor: object, model: FakeModel, layer: int) -> int:
     return int(governor._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
 
 
-def test_whoever_makes_room_wishes_before_it_takes_what_costs_time() -> None:
+def test_wish_comes_before_rungs_that_cost_time() -> None:
     device, governor, _, (a,) = governed(200, {})
     cache = FakeCache(device, governor, governor.clock)
     cache.step(4)
@@ -103,18 +119,18 @@ def test_a_wish_is_told_without_a_lock() -> None:
 
 
 def test_wishes_add_up_until_they_are_posted() -> None:
-    found, wishes = Duplicates(), list[int]()
-    found.note_shortage(7)
-    found.register(wishes.append, lambda: 0)
+    duplicates, wishes = Duplicates(), list[int]()
+    duplicates.note_shortage(7)
+    duplicates.register(wishes.append, lambda: 0)
     for pages in (3, 0, -1, 4):
-        found.note_shortage(pages)
-    assert (found.lacking, wishes) == (7, [])
-    found.post()
-    found.post()
-    assert (found.lacking, wishes) == (0, [7])
+        duplicates.note_shortage(pages)
+    assert (duplicates.lacking, wishes) == (7, [])
+    duplicates.post()
+    duplicates.post()
+    assert (duplicates.lacking, wishes) == (0, [7])
 
 
-def test_what_an_operator_could_not_have_is_wished_for() -> None:
+def test_pages_that_an_operator_could_not_have_are_wished_for() -> None:
     """At the next look of anyone, once, and only what was refused since somebody could drop anything."""
     _, governor, _, (a,) = governed(200, {})
 
@@ -132,3 +148,48 @@ def test_what_an_operator_could_not_have_is_wished_for() -> None:
     refuse(0)
     a.step(governor)
     assert wishes == [7]
+
+
+# In a live replica
+
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+LAYERS = 4
+
+
+def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
+    """Returns the pending pages of the next load."""
+    now[0] += DEFAULT.replicas.beat
+    replica.step()
+    return [message.pending for message in supervisor.heard if isinstance(message, protocol.Load)][-1]
+
+
+def test_pages_that_the_ladder_lacks_are_pending_for_a_while() -> None:
+    install()
+    model, supervisor, now = build("llama", num_hidden_layers=LAYERS), Desk(), [0.0]
+
+    def no_link(epoch: int, peer: int) -> Link:
+        raise AssertionError("it is alone")
+
+    with ballonet.manage(model) as handle, Splice(model) as splice:
+        runs = SplicedLayers(splice)
+        member = ReplicaModel("one", model, runs, GroupSettings.of(model, CHUNK, page_size=BLOCK))
+        duplicates = governors.of(devices.require()).duplicates
+        setup = ReplicaSetup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
+        replica = Replica(setup, Wakeup())
+        assert duplicates.known
+
+        supervisor.said.append(protocol.Alone(1, 0))
+        replica.step()
+        assert pending(replica, supervisor, now) == 0
+        duplicates.request_drop(7)
+        assert pending(replica, supervisor, now) == 7
+        duplicates.request_drop(2)
+        assert pending(replica, supervisor, now) == 9, "both at once"
+        now[0] += DEFAULT.replicas.wished
+        assert pending(replica, supervisor, now) == 0
+        supervisor.said.append(End())
+        replica.run()
+        assert not duplicates.known, "nobody is told any more"
+        del replica, setup, member, runs
+        gc.collect()

@@ -15,9 +15,9 @@ from ballonet.hooks.plan.machine import MachineSizes
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.virtual_replicas.costs import of_parts, read_costs
 from ballonet.hooks.virtual_replicas.fleet import Shape
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.decisions import Decision, replayed
-from ballonet.offload.policy.replicas.events import Lost
+from ballonet.offload.policy.replicas.controller import replayed
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
+from ballonet.offload.policy.replicas.protocol import Decision, Lost
 from ballonet.offload.policy.step_costs import Parts, Step
 
 KEYS = {
@@ -58,13 +58,13 @@ def printed(capsys: pytest.CaptureFixture[str], *command: str) -> list[dict[str,
 
 def test_a_line_for_each_policy(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = ["--costs", str(tmp_path / "costs.json")]
-    found = printed(capsys, *files, *costs, "--replicas", "2")
-    assert [each["policy"] for each in found] == ["queue", "recompute", "swap", "migrate", "drop"]
-    assert all({*each} == KEYS for each in found)
-    assert {(each["requests"], each["failed"], each["tokens"]) for each in found} == {(200, 0, found[0]["tokens"])}
-    assert found[0]["ttft_p99"] > 1.5 * found[1]["ttft_p99"], "memory is short"
+    rows = printed(capsys, *files, *costs, "--replicas", "2")
+    assert [row["policy"] for row in rows] == ["queue", "recompute", "swap", "migrate", "drop"]
+    assert all({*row} == KEYS for row in rows)
+    assert {(row["requests"], row["failed"], row["tokens"]) for row in rows} == {(200, 0, rows[0]["tokens"])}
+    assert rows[0]["ttft_p99"] > 1.5 * rows[1]["ttft_p99"], "memory is short"
     again = printed(capsys, *files, *costs, "--replicas", "2", "--policy", "drop, queue")
-    assert again == [found[4], found[0]]
+    assert again == [rows[4], rows[0]]
 
 
 def test_a_cost_is_fitted_to_batches_and_its_error_is_said(
@@ -109,7 +109,7 @@ def test_the_shape_of_a_model_is_read_from_its_configuration() -> None:
         "[",
     ],
 )
-def test_what_is_no_cost_is_refused(text: str, tmp_path: Path) -> None:
+def test_file_that_has_no_cost_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ManageError, match="is no cost"):
         read_costs(tmp_path / "costs.json")
@@ -118,7 +118,7 @@ def test_what_is_no_cost_is_refused(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [["--ask", "--ttft-slo", "1s"], ["--turns", "1s"], ["--shrink", "2"], ["--replicas", "0"]]
 )
-def test_what_replicas_do_not_take_is_refused(wrong: list[str], files: list[str]) -> None:
+def test_arguments_that_replicas_do_not_take_are_refused(wrong: list[str], files: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["whatif", *files, "--replicas", "2", *wrong])
     assert stopped.value.code == 2
@@ -144,10 +144,10 @@ def test_faults_are_played_and_decisions_are_logged(
 ) -> None:
     kill, join = '{"at": 1.5, "fault": "killed", "member": 0}', '{"at": 2, "fault": "joined", "member": 2}'
     command = faulty(files, tmp_path, kill, "", join, '{"at": 0.5, "fault": "left", "request": 3}')
-    (found,) = printed(capsys, *command, "--log", str(tmp_path / "log"))
-    assert (found["policy"], found["requests"], found["failed"]) == ("drop", 200, 1)
+    (row,) = printed(capsys, *command, "--log", str(tmp_path / "log"))
+    assert (row["policy"], row["requests"], row["failed"]) == ("drop", 200, 1)
     log = read_decisions(tmp_path / "log")
-    lost = [each.event for each in log if isinstance(each, Decision) and isinstance(each.event, Lost)]
+    lost = [entry.event for entry in log if isinstance(entry, Decision) and isinstance(entry.event, Lost)]
     assert lost == [Lost(pytest.approx(1.5, abs=0.1), 0)]
     assert all(one == other for one, other in replayed(log))
 

@@ -14,10 +14,8 @@ from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy, Swa
 from ballonet.hooks.virtual_replicas.run import POLICIES, run
 from ballonet.hooks.virtual_replicas.virtual_link import Wire
 from ballonet.hooks.virtual_replicas.virtual_time import VirtualTime, VirtualWakeup
-from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, StartRestore
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.decisions import Entry
-from ballonet.offload.policy.replicas.events import Reason
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
+from ballonet.offload.policy.replicas.protocol import Commit, Decline, Entry, Prepare, Reason, StartRestore
 
 from .virtual import COST, KV, SHAPE, SLOW, burst, decided, fleet, outcome
 
@@ -131,6 +129,12 @@ def test_square_wave_has_one_drop_and_one_restore_in_a_period_at_most() -> None:
     for kind in (Prepare, Commit):
         at = [int(at / period) for at, action in decided(log) if isinstance(action, kind)]
         assert at == [n // 2 for n in range(2 * periods)], "two epochs in each"
+
+
+def test_low_halves_shorter_than_the_dwell_are_no_reason_to_restore() -> None:
+    wave = [arrival for n in range(4) for arrival in burst(60, 0.05, 60, 150, seed=n, begin=n * 16.0)]
+    row = run(fleet(2, 1600), SLOW, wave, "drop")
+    assert (row["drops"], row["restores"]) == (1, 0)
 
 
 def test_no_layer_is_dropped_where_prompts_take_the_time() -> None:

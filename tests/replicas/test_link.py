@@ -79,9 +79,9 @@ def test_tensors_of_any_type_and_shape_arrive(store: Store, epoch: int) -> None:
             one.send(tensor, f"tensor {number}", check=number % 2 == 0)
             other.send(tensor, "back", urgent=True)
         for number, tensor in enumerate(tensors):
-            for found in (other.recv(f"tensor {number}", LONG), one.recv("back", LONG)):
-                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-                assert torch.equal(found, tensor)
+            for received in (other.recv(f"tensor {number}", LONG), one.recv("back", LONG)):
+                assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(received, tensor)
 
 
 def test_a_tensor_may_be_written_to_once_it_is_sent(store: Store, epoch: int) -> None:
@@ -93,7 +93,7 @@ def test_a_tensor_may_be_written_to_once_it_is_sent(store: Store, epoch: int) ->
         assert [other.recv("state", LONG).unique().tolist() for _ in range(5)] == [[0], [1], [2], [3], [4]]
 
 
-def test_what_cannot_be_sent_is_refused_at_once(store: Store, epoch: int) -> None:
+def test_tensor_that_cannot_be_sent_is_refused_at_once(store: Store, epoch: int) -> None:
     with linked(store, epoch) as (one, other):
         with pytest.raises(ValueError, match="a header has 256 bytes"):
             one.send(torch.ones(1), "x" * 250)
@@ -234,7 +234,7 @@ def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> No
         (Header("x", "float32", (3,), 0).pack(), "0 bytes are no float32 tensor of shape"),
     ],
 )
-def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> None:
+def test_bytes_that_are_no_message_end_the_link(header: torch.Tensor, why: str) -> None:
     with one_end() as (link, there):
         there.send(header)
         with pytest.raises(LinkError, match=why):
@@ -242,7 +242,7 @@ def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> Non
         assert link.state is LinkState.LOST
 
 
-def test_what_comes_just_before_the_end_is_taken_before_it() -> None:
+def test_tensor_that_comes_just_before_the_end_is_taken_before_it() -> None:
     """The message and the end come during a wait that has found nothing yet."""
     with one_end() as (link, there):
         eventually(lambda: link.state is LinkState.OPEN, "it is open")
@@ -285,7 +285,7 @@ def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
         assert bystander.recv("fine", LONG).shape == (0,)
 
 
-def test_who_waits_for_a_link_hears_the_control_plane_and_the_deadline() -> None:
+def test_wait_for_a_link_ends_by_the_control_plane_and_the_deadline() -> None:
     wakeup = Wakeup()
     here, _ = Wire.pair()
     link = Link(Given(here), 5, 2, wakeup, tuning=replace(TUNING, linger=0.05))

@@ -1,5 +1,21 @@
 """A live run of two replicas through a drop, a restore and a loss: what clients get, what is to be seen of it, and its
-log, which has the decisions of the simulation of the same script."""
+log, which has the decisions of the simulation of the same script.
+
+Note [What is compared]
+    Times of the two logs differ, and with them which requests run or wait in a moment. What does not depend on them has
+    to be equal:
+
+    - every decision that changes replicas, in order, with its epoch: who is on its own, which replicas are prepared to
+      form which groups with which spans, what is committed, which layers each stage pulls from which, what is
+      discarded, fenced, told to rejoin, and why;
+    - what replicas said of each epoch: who had prepared it, taken it up, all its KV, all its layers;
+    - of each request, in the order of their arrival: its lengths, how often it was given to a group, was computed anew,
+      was held, and how it ended.
+
+    What is left out, as it follows the clock: loads and ticks; `Decline`, which is said again and again; which group a
+    request goes to, and which member of a new group has more waiting and so is its first stage (replicas are named by
+    their stage in what they pull); where requests that still run go at a restore (`Commit.homes`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +23,9 @@ import json
 import os
 import signal
 import urllib.request
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +34,103 @@ from msgspec import structs
 
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.replicas.supervisor import FleetState
+from ballonet.hooks.server.load import RecordedArrival
+from ballonet.hooks.virtual_replicas.faults import Killed, NewReplica, PlayedFault
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
-from ballonet.offload.policy.replicas.actions import Commit, Prepare
-from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, replayed
-from ballonet.offload.policy.replicas.events import Arrived, Joined
+from ballonet.offload.policy.replicas import protocol
+from ballonet.offload.policy.replicas.controller import replayed
+from ballonet.offload.policy.replicas.groups import Group
+from ballonet.offload.policy.replicas.protocol import Action, Arrived, Commit, Decision, Entry, Joined, Prepare, Setup
 
 from .fleet import EAGER, Answer, Asked, Stock, drawn, made, serving
-from .same import outline, script
+
+_SAID = (protocol.Prepared, protocol.Committed, protocol.Exchanged, protocol.Restored)
+_FAILED = (protocol.PrepareFailed, protocol.PullFailed, protocol.Lost, protocol.Damaged)
+
+
+@dataclass(slots=True)
+class Outline:
+    """The comparable part of a log. `requests`: of each by its place, what happened to it, and how often."""
+
+    changes: list[tuple[object, ...]] = field(default_factory=list)
+    said: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    requests: list[Counter[str]] = field(default_factory=list)
+
+
+def outline(log: Iterable[Entry]) -> Outline:
+    """The outline of a log."""
+    outlined = Outline()
+    names: dict[str, int] = {}
+    stages: dict[int, int] = {}  # of the members of the last groups that were prepared to drop
+    for entry in log:
+        if not isinstance(entry, Decision):
+            continue
+        event = entry.event
+        if isinstance(event, protocol.Arrived):
+            names[event.request] = len(names)
+            outlined.requests.append(Counter({f"{event.prompt} and {event.new} tokens": 1}))
+        elif isinstance(event, protocol.Finished | protocol.Left):
+            outlined.requests[names[event.request]][type(event).__name__] += 1
+        elif isinstance(event, _SAID):
+            outlined.said[type(event).__name__, event.epoch, event.member] += 1
+        elif isinstance(event, _FAILED):
+            outlined.changes.append((type(event).__name__, event.member))
+        for action in entry.actions:
+            _note(action, outlined, names, stages)
+    return outlined
+
+
+def _note(action: Action, outlined: Outline, names: dict[str, int], stages: dict[int, int]) -> None:
+    kind = type(action).__name__
+    match action:
+        case protocol.Dispatch() | protocol.Hold() | protocol.Cancel():
+            outlined.requests[names[action.request]][kind] += 1
+        case protocol.Recompute():
+            for name in action.requests:
+                outlined.requests[names[name]][kind] += 1
+        case protocol.Refuse():
+            outlined.requests[names[action.request]][f"{kind}: {action.reason.value}"] += 1
+        case protocol.Prepare():
+            for group in action.groups:
+                if group.is_dropped:
+                    stages.update({member: stage for stage, member in enumerate(group.members)})
+            outlined.changes.append((kind, action.epoch, _groups(action.groups), len(action.pulls)))
+        case protocol.Commit():
+            outlined.changes.append((kind, action.epoch))
+        case protocol.StartRestore():
+            pulls: dict[int, list[tuple[int, int | None]]] = {}
+            for pull in action.pulls:
+                source = None if pull.source is None else stages[pull.source]
+                pulls.setdefault(stages[pull.member], []).append((pull.layer, source))
+            outlined.changes.append((kind, action.epoch, sorted(pulls.items())))
+        case protocol.Decline():
+            pass
+        case _:
+            outlined.changes.append((kind, action))
+
+
+def _groups(groups: Iterable[Group]) -> list[tuple[object, ...]]:
+    return sorted((sorted(group.members), group.spans) for group in groups)
+
+
+def script(log: Iterable[Entry]) -> tuple[list[RecordedArrival], list[PlayedFault]]:
+    """What happened to a controller from outside, by its log, at seconds after the first event: requests that came, and
+    replicas that joined and ended."""
+    decisions = [entry for entry in log if isinstance(entry, Decision)]
+    first = decisions[0].event.at
+    arrivals, faults = list[RecordedArrival](), list[PlayedFault]()
+    for decision in decisions:
+        event, at = decision.event, decision.event.at - first
+        match event:
+            case protocol.Arrived():
+                arrivals.append(RecordedArrival(at, event.prompt, event.new))
+            case protocol.Joined():
+                faults.append(NewReplica(at, event.member))
+            case protocol.Lost():
+                faults.append(Killed(at, event.member))
+    return arrivals, faults
+
 
 TOKENS = 48
 BURST = 40  # which is about twice what two replicas have KV for
@@ -73,7 +180,7 @@ def simulated(log: list[Entry]) -> list[Entry]:
     """The log of a simulation of what happened in another, on replicas of the same sizes, with the same costs."""
     setup = log[0]
     assert isinstance(setup, Setup)
-    joined = next(each.event for each in log if isinstance(each, Decision) and isinstance(each.event, Joined))
+    joined = next(entry.event for entry in log if isinstance(entry, Decision) and isinstance(entry.event, Joined))
     page, layers = setup.kv.page, len(setup.pages)
     shape = Shape(tuple(pages * page for pages in setup.pages), 0, setup.kv.token, setup.kv.token // layers)
     memory = joined.pages * page
@@ -81,13 +188,15 @@ def simulated(log: list[Entry]) -> list[Entry]:
     fleet = VirtualFleet(shape, 0, memory, page, 2**26, link, link, batch=setup.tuning.chunk, block=16)
     arrivals, faults = script(log)
     restored = [
-        each for each in log if isinstance(each, Decision) and any(isinstance(it, Commit) for it in each.actions)
+        entry for entry in log if isinstance(entry, Decision) and any(isinstance(it, Commit) for it in entry.actions)
     ][-1]
-    begin = next(each.event.at for each in log if isinstance(each, Decision))
+    begin = next(entry.event.at for entry in log if isinstance(entry, Decision))
     after = restored.event.at - begin
     # The burst comes at once, however long a loaded machine took to send it.
-    arrivals = [replace(each, at=each.at + LATER if each.at > after else arrivals[0].at) for each in arrivals]
-    faults = [structs.replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
+    arrivals = [
+        replace(arrival, at=arrival.at + LATER if arrival.at > after else arrivals[0].at) for arrival in arrivals
+    ]
+    faults = [structs.replace(fault, at=fault.at + LATER * (fault.at > after)) for fault in faults]
     simulation: list[Entry] = []
     run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, simulation.append, faults)
     run.answers()
@@ -97,8 +206,8 @@ def simulated(log: list[Entry]) -> list[Entry]:
 
 def test_every_answer_is_stocks(lived: Lived) -> None:
     right = Stock(lived.model).answers(lived.asked)
-    assert [(each.text, each.error, each.ends) for each in lived.answers] == [(text, None, 1) for text in right]
-    assert [each.text for each in lived.after] == [right[0]] * 2
+    assert [(answer.text, answer.error, answer.ends) for answer in lived.answers] == [(text, None, 1) for text in right]
+    assert [answer.text for answer in lived.after] == [right[0]] * 2
 
 
 def test_the_drop_and_the_restore_are_seen(lived: Lived) -> None:
@@ -136,16 +245,16 @@ def test_the_timeline_has_all_processes_on_one_clock(lived: Lived) -> None:
 def test_a_live_run_and_its_simulation_take_the_same_decisions(lived: Lived) -> None:
     """First, a controller of the live one's setup, told the live one's events at their times, answers exactly what that
     answered, request by request and to the last bit of a verdict. Second, the simulation of what came from outside,
-    with times of its own, takes the same decisions (same.py)."""
+    with times of its own, takes the same decisions. See Note [What is compared]."""
     there = lived.log
     again = [*replayed(there)]
     assert [one for one, other in again if one != other] == []
     assert sum(isinstance(one.event, Arrived) for one, _ in again) == BURST + 2
     here = simulated(there)
     assert here[0] == there[0], "the same setup"
-    wanted, found = outline(there), outline(here)
-    assert found.changes == wanted.changes
-    assert found.said == wanted.said
-    assert found.requests == wanted.requests
-    spans = [each for each in wanted.changes if each[0] == Prepare.__name__]
-    assert [len(each[2]) for each in spans] == [1, 2], "a drop of both to a pair, and a restore to two"  # type: ignore[arg-type]
+    wanted, played = outline(there), outline(here)
+    assert played.changes == wanted.changes
+    assert played.said == wanted.said
+    assert played.requests == wanted.requests
+    spans = [change for change in wanted.changes if change[0] == Prepare.__name__]
+    assert [len(change[2]) for change in spans] == [1, 2], "a drop of both to a pair, and a restore to two"  # type: ignore[arg-type]

@@ -85,8 +85,8 @@ class Communicators:
                 pair = sorted((one.popleft(), other.popleft()), key=lambda work: work.kind)
                 assert pair[0].tensor.numel() == pair[1].tensor.numel(), "NCCL knows no sizes"
                 pair[0].tensor.copy_(pair[1].tensor)
-                for each in pair:
-                    each.over.set()
+                for end in pair:
+                    end.over.set()
         return work
 
     def outstanding(self) -> int:
@@ -138,17 +138,17 @@ def connects(store: Store, epoch: int, all_: Communicators, gpus: tuple[str, str
 
 
 def formed(one: Callable[[], Any], other: Callable[[], Any]) -> list[Any]:
-    found: list[Any] = [None, None]
+    pairs: list[Any] = [None, None]
 
     def form(number: int, make: Callable[[], Any]) -> None:
-        found[number] = make()
+        pairs[number] = make()
 
-    threads = [threading.Thread(target=form, args=each) for each in enumerate((one, other))]
+    threads = [threading.Thread(target=form, args=connect) for connect in enumerate((one, other))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LONG)
-    return found
+    return pairs
 
 
 def links(store: Store, epoch: int, all_: Communicators) -> tuple[Link, Link]:
@@ -173,8 +173,8 @@ def test_both_ends_send_at_once_and_nothing_is_outstanding_where_a_link_idles(st
         assert other.recv("states", LONG).tolist() == [number + 1] * 1000
         assert one.recv("states", LONG).tolist() == [number] * 1000
         for end in (one, other):
-            found = end.recv("weights", LONG)
-            assert (found.dtype, found.tolist()) == (torch.bfloat16, [[number] * 5] * 3)
+            received = end.recv("weights", LONG)
+            assert (received.dtype, received.tolist()) == (torch.bfloat16, [[number] * 5] * 3)
     assert all_.outstanding() == 0
     assert all_.most == 1, "a receive is submitted once its header has come"
     one.close()
@@ -185,15 +185,15 @@ def test_both_ends_send_at_once_and_nothing_is_outstanding_where_a_link_idles(st
 @pytest.mark.parametrize("gpus", [("GPU-a", "GPU-a"), ("", "GPU-b"), ("GPU-a", ""), ("", "")])
 def test_two_replicas_on_one_gpu_or_without_any_use_gloo(store: Store, gpus: tuple[str, str]) -> None:
     epoch, all_ = next(EPOCHS), Communicators()
-    found = formed(*connects(store, epoch, all_, gpus))
-    pairs = [pair for pairs in found for pair in pairs]
+    ends = formed(*connects(store, epoch, all_, gpus))
+    pairs = [pair for pairs in ends for pair in pairs]
     assert len(pairs) == 4
     assert all(isinstance(pair, GlooPair) and not pair.direct for pair in pairs)
     for pair in pairs:
         pair.close()
 
 
-def test_what_one_end_forms_alone_leaves_no_key(store: Store) -> None:
+def test_keys_of_a_pair_that_one_end_forms_alone_are_deleted(store: Store) -> None:
     epoch, all_ = next(EPOCHS), Communicators()
     before = store.keys()
     ends = connects(store, epoch, all_, ("GPU-a", "GPU-b"))
@@ -212,7 +212,9 @@ def pair(store: Store) -> Iterator[tuple[NcclPair, Communicators, list[float]]]:
     """One end, whose other end submits nothing; and the time of its clock."""
     all_, now = Communicators(), [0.0]
     epoch = next(EPOCHS)
-    control = [pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))]
+    control = [
+        pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *direction, LONG) for direction in ((1, 2), (2, 1))))
+    ]
     groups = [all_.make(store, way, 0, LONG) for way in ("out", "into")]
 
     def clock() -> float:
@@ -220,23 +222,23 @@ def pair(store: Store) -> Iterator[tuple[NcclPair, Communicators, list[float]]]:
         return now[0]
 
     stream = lambda: all_.streams.entered("pair")  # noqa: E731
-    found = NcclPair(control[0], *groups, 1, stream, CPU, 50.0, clock)
-    yield found, all_, now
-    found.close()
+    made = NcclPair(control[0], *groups, 1, stream, CPU, 50.0, clock)
+    yield made, all_, now
+    made.close()
     control[1].close()
 
 
 def test_an_operation_that_does_not_end_is_given_up(pair: tuple[NcclPair, Communicators, list[float]]) -> None:
-    found, _, now = pair
+    nccl, _, now = pair
     with pytest.raises(RuntimeError, match="has not ended an operation in 50 s"):
-        found.send(torch.zeros(8, dtype=torch.uint8), direct=True)
+        nccl.send(torch.zeros(8, dtype=torch.uint8), direct=True)
     assert now[0] >= 50
 
 
 def test_an_error_of_an_operation_is_raised(
     pair: tuple[NcclPair, Communicators, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, all_, _ = pair
+    nccl, all_, _ = pair
 
     def fails(prefix: str, rank: int, work: Work) -> Work:
         work.error = ValueError("unhandled system error")
@@ -245,19 +247,21 @@ def test_an_error_of_an_operation_is_raised(
 
     monkeypatch.setattr(all_, "submit", fails)
     with pytest.raises(RuntimeError, match="NCCL: unhandled system error"):
-        found.recv(torch.zeros(8, dtype=torch.uint8), direct=True)
+        nccl.recv(torch.zeros(8, dtype=torch.uint8), direct=True)
 
 
 def test_close_ends_an_operation_that_waits_and_aborts_both_ways(store: Store) -> None:
     all_, epoch = Communicators(), next(EPOCHS)
-    control = [pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))]
+    control = [
+        pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *direction, LONG) for direction in ((1, 2), (2, 1))))
+    ]
     groups = [all_.make(store, way, 0, LONG) for way in ("out", "into")]
-    found = NcclPair(control[0], *groups, 1, lambda: all_.streams.entered("pair"), CPU, LONG)
+    nccl = NcclPair(control[0], *groups, 1, lambda: all_.streams.entered("pair"), CPU, LONG)
     raised: list[str] = []
 
     def waits() -> None:
         try:
-            found.recv(torch.zeros(8, dtype=torch.uint8), direct=True)
+            nccl.recv(torch.zeros(8, dtype=torch.uint8), direct=True)
         except RuntimeError as error:
             raised.append(str(error))
 
@@ -265,22 +269,22 @@ def test_close_ends_an_operation_that_waits_and_aborts_both_ways(store: Store) -
     thread.start()
     while not all_.outstanding():
         pass
-    found.close()
-    found.close()
+    nccl.close()
+    nccl.close()
     thread.join(LONG)
     assert raised == ["this end of the link is closed"]
     with pytest.raises(RuntimeError, match="closed"):
-        found.send(torch.zeros(8, dtype=torch.uint8), direct=True)
+        nccl.send(torch.zeros(8, dtype=torch.uint8), direct=True)
     while len(all_.aborted) < 2:
         pass
     assert sorted(all_.aborted) == [("into", 0), ("out", 0)]
     control[1].close()
 
 
-def test_what_is_received_is_allocated_on_the_stream_of_the_pair(
+def test_received_tensors_are_allocated_on_the_stream_of_the_pair(
     pair: tuple[NcclPair, Communicators, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, all_, _ = pair
+    nccl, all_, _ = pair
     seen: list[str | None] = []
     stock = torch.empty
 
@@ -289,5 +293,5 @@ def test_what_is_received_is_allocated_on_the_stream_of_the_pair(
         return stock(*args, **given)
 
     monkeypatch.setattr(torch, "empty", empty)
-    assert found.device_buffer(16).numel() == 16
+    assert nccl.device_buffer(16).numel() == 16
     assert seen == ["pair"]

@@ -21,9 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from .. import programs
-from .fleet import Asked, Stock, drawn, text_of
-from .processes import ENVIRONMENT, free_port, wait
-from .program import Program, given_costs, wait_gone
+from .fleet import ENVIRONMENT, Asked, Program, Stock, drawn, free_port, given_costs, text_of, wait, wait_gone
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'ballonet[replicas]'")
 
@@ -114,14 +112,14 @@ def killed_in_requests(server: OnRay, process: int) -> None:
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
-    found = OnRay(tmp_path_factory.mktemp("model"), 2, cluster)
+    on_ray = OnRay(tmp_path_factory.mktemp("model"), 2, cluster)
     try:
-        yield found
-        assert found.end() == 0, found.said()
-        wait_gone([*found.processes(), found.supervisor])
+        yield on_ray
+        assert on_ray.end() == 0, on_ray.said()
+        wait_gone([*on_ray.processes(), on_ray.supervisor])
     finally:
-        if found.process.poll() is None:
-            found.kill()
+        if on_ray.process.poll() is None:
+            on_ray.kill()
 
 
 def test_killed_replica_is_replaced_and_its_requests_go_on(server: OnRay) -> None:
@@ -164,8 +162,8 @@ def test_requests_of_a_killed_front_end_are_those_of_another(cluster: Cluster, t
 
 
 def signal_all(processes: list[int], number: signal.Signals) -> None:
-    for each in processes:
-        os.kill(each, number)
+    for process in processes:
+        os.kill(process, number)
 
 
 def named(server: OnRay, asked: Asked) -> str:
@@ -173,14 +171,14 @@ def named(server: OnRay, asked: Asked) -> str:
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=1800)
-    found = client.completions.create(
+    completion = client.completions.create(
         model=server.model,
         prompt=text_of(asked),
         max_tokens=asked.new,
         temperature=0,
         extra_headers={"x-request-id": "of a client"},
     )
-    return found.choices[0].text
+    return completion.choices[0].text
 
 
 @pytest.mark.parametrize(
@@ -189,9 +187,9 @@ def named(server: OnRay, asked: Asked) -> str:
 def test_without_the_token_nobody_comes_in(cluster: Cluster, token: str, why: str, tmp_path: Path) -> None:
     variables = {**os.environ, **ENVIRONMENT, "RAY_AUTH_TOKEN": token, "HOME": str(tmp_path)}
     command = ["-m", "ballonet", "serve", "/no/model", "--port", str(free_port()), "--ray", cluster.address]
-    found = programs.python(*command, variables=variables)
-    assert found.returncode == 1, found.stderr
-    assert why in found.stderr
+    done = programs.python(*command, variables=variables)
+    assert done.returncode == 1, done.stderr
+    assert why in done.stderr
 
 
 def test_killed_server_leaves_no_process_of_its_ray(tmp_path: Path) -> None:
@@ -209,8 +207,8 @@ def test_killed_server_leaves_no_process_of_its_ray(tmp_path: Path) -> None:
 
 def descendants(process: int) -> set[int]:
     """The processes that one has started, and those that these have."""
-    found = set[int]()
+    processes = set[int]()
     for thread in Path(f"/proc/{process}/task").iterdir():
         for child in map(int, (thread / "children").read_text().split()):
-            found |= {child, *descendants(child)}
-    return found
+            processes |= {child, *descendants(child)}
+    return processes

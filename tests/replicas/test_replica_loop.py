@@ -24,19 +24,17 @@ from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.splice.splice import Splice
-from ballonet.offload.policy.replicas import events
-from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
+from ballonet.offload.policy.replicas import protocol
+from ballonet.offload.policy.replicas.cluster import Heartbeat
+from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
-from ballonet.offload.policy.replicas.heartbeat import Heartbeat
-from ballonet.offload.policy.replicas.restore_plan import Pull
+from ballonet.offload.policy.replicas.protocol import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
 
 from ..models import build
 from ..pool import take_out
 from ..serving.batches import prompts
 from ..tuned import Clock, Tuned
-from .desk import Desk
-from .grouped import BLOCK, CHUNK, answered, requests
-from .in_process import Inbox, MemoryLink
+from .stages import BLOCK, CHUNK, Desk, Inbox, MemoryLink, answered, requests
 
 LAYERS, PAGE = 4, 4096
 PAIR = (Group((0, 1), (Span(0, 2), Span(2, LAYERS))),)
@@ -70,10 +68,10 @@ class Pumped(MemoryLink):
         self.pump()
         if unless():
             raise Interrupted(tag)
-        found = self.take(tag)
-        if found is None:
+        received = self.take(tag)
+        if received is None:
             raise NoAnswer(tag, timeout)
-        return found
+        return received
 
 
 class LinkClock(Clock):
@@ -113,7 +111,7 @@ class Watched(Desk):
     def post(self, *messages: Message) -> None:
         super().post(*messages)
         for message in messages:
-            if self._heart is not None and isinstance(message, events.Load):
+            if self._heart is not None and isinstance(message, protocol.Load):
                 self.loads += 1
                 self.dead |= self._heart.is_dead(now := self._clock())
                 self._heart.beat(now, message.progress)
@@ -137,7 +135,7 @@ class Loops:
         ]
         for n in (0, 1):
             self.tell(n, Alone(n + 1, n))
-            self.until(events.Committed(0.0, n + 1, n))
+            self.until(protocol.Committed(0.0, n + 1, n))
 
     def _connecting(self, me: int) -> Any:
         def connect(epoch: int, peer: int) -> Pumped:
@@ -165,7 +163,7 @@ class Loops:
     def until(self, *wanted: Message) -> None:
         """Runs both until these were heard."""
         for _ in range(STEPS):
-            if all(any(each in desk.heard for desk in self.desks) for each in wanted):
+            if all(any(kind in desk.heard for desk in self.desks) for kind in wanted):
                 return
             self.step()
         raise AssertionError(f"{wanted} was not heard: {[desk.heard[-5:] for desk in self.desks]}")
@@ -174,34 +172,34 @@ class Loops:
         self.until(*(kind(0.0, epoch, member) for member in (0, 1)))
 
     def heard(self, kind: type[Any]) -> list[Any]:
-        return [each for desk in self.desks for each in desk.heard if isinstance(each, kind)]
+        return [message for desk in self.desks for message in desk.heard if isinstance(message, kind)]
 
     def counted(self) -> list[Counted]:
         """Returns the latest `Counted` of each replica."""
-        return [[each for each in desk.heard if isinstance(each, Counted)][-1] for desk in self.desks]
+        return [[message for message in desk.heard if isinstance(message, Counted)][-1] for desk in self.desks]
 
     def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:
-        self.tell(member, *(Start(epoch, each, assignment) for each in asked))
+        self.tell(member, *(Start(epoch, request, assignment) for request in asked))
 
     def answers(self, asked: list[Request]) -> list[list[int]]:
         """What was told of them, once they are over: each token once, in order."""
-        tokens: dict[str, list[int]] = {each.name: [] for each in asked}
+        tokens: dict[str, list[int]] = {request.name: [] for request in asked}
         for _ in range(STEPS):
             self.step()
             told = self.heard(Told)
-            if sum(len(each.tokens) for each in told) >= sum(each.new for each in asked):
+            if sum(len(report.tokens) for report in told) >= sum(request.new for request in asked):
                 break
-        for each in sorted(told, key=lambda each: each.before):
-            assert each.error is None
-            assert each.before == len(tokens[each.request])
-            tokens[each.request] += each.tokens
-        return [tokens[each.name] for each in asked]
+        for part in sorted(told, key=lambda part: part.before):
+            assert part.error is None
+            assert part.before == len(tokens[part.request])
+            tokens[part.request] += part.tokens
+        return [tokens[request.name] for request in asked]
 
     def drop(self, epoch: int) -> None:
         self.tell_all(Prepare(epoch, PAIR))
-        self.both(events.Prepared, epoch)
+        self.both(protocol.Prepared, epoch)
         self.tell_all(Commit(epoch))
-        self.both(events.Committed, epoch)
+        self.both(protocol.Committed, epoch)
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +215,9 @@ def asked() -> list[Request]:
 @pytest.fixture(scope="module")
 def right(model: Any, asked: list[Request]) -> list[list[int]]:
     ballonet.install(2**24, page_size=PAGE, host_budget=2**22, device="cpu")
-    found = answered(model, asked, 1)
+    answers = answered(model, asked, 1)
     take_out()
-    return found
+    return answers
 
 
 def settings_of(model: Any) -> GroupSettings:
@@ -232,18 +230,18 @@ def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
     ballonet.install(2**24, page_size=PAGE, host_budget=2**22, device="cpu")
     models = [build("llama", num_hidden_layers=LAYERS) for _ in range(2)]
     with ExitStack() as stack:
-        held = [HeldLayers(stack.enter_context(ballonet.manage(each))) for each in models]
+        held = [HeldLayers(stack.enter_context(ballonet.manage(replica))) for replica in models]
         members = [
-            ReplicaModel(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
-            for n, each in enumerate(models)
+            ReplicaModel(f"r{n}", replica, SplicedLayers(stack.enter_context(Splice(replica))), settings_of(replica))
+            for n, replica in enumerate(models)
         ]
-        found = Loops(members, held)
-        yield found
-        found.tell_all(End())
-        while found.loops:
-            found.loops.pop().run()
-        found.links.clear()
-    del found, members
+        made = Loops(members, held)
+        yield made
+        made.tell_all(End())
+        while made.loops:
+            made.loops.pop().run()
+        made.links.clear()
+    del made, members
     gc.collect()
     device = devices.require()
     device.reap(wait=True)
@@ -256,40 +254,40 @@ def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Requ
     loops.ask(1, 2, asked[2])
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     assert [held.dropped for held in loops.holds] == [(), ()]
     loops.tell_all(Commit(3))
     loops.ask(0, 3, asked[3])  # before it has taken up the epoch
-    loops.both(events.Committed, 3)
+    loops.both(protocol.Committed, 3)
     assert [held.dropped for held in loops.holds] == [(2, 3), (0, 1)]
-    loops.both(events.Exchanged, 3)
-    assert all(each.kv_bytes > 0 and each.layers == 2 for each in loops.counted())
+    loops.both(protocol.Exchanged, 3)
+    assert all(counted.kv_bytes > 0 and counted.layers == 2 for counted in loops.counted())
     loops.step(3)
     loops.tell_all(Prepare(4, ONES))
-    loops.both(events.Prepared, 4)
+    loops.both(protocol.Prepared, 4)
     loops.tell_all(StartRestore(4, PULLS))
-    loops.both(events.Restored, 4)
+    loops.both(protocol.Restored, 4)
     assert [held.dropped for held in loops.holds] == [(), ()]
-    assert [(each.layer_bytes, each.layers) for each in loops.counted()] == [
+    assert [(counted.layer_bytes, counted.layers) for counted in loops.counted()] == [
         (weight_bytes(loops, 1, (0,)), LAYERS),
         (weight_bytes(loops, 0, (2, 3)), LAYERS),
     ]
     loops.tell_all(Commit(4, homes=(("q0", 0), ("q1", 1), ("q2", 1), ("q3", 0))))
     loops.ask(1, 4, asked[4])
-    loops.both(events.Committed, 4)
-    loops.both(events.Exchanged, 4)
+    loops.both(protocol.Committed, 4)
+    loops.both(protocol.Exchanged, 4)
     assert loops.answers(asked) == right
-    assert {each.assignment for each in loops.heard(Told)} == {1}
+    assert {report.assignment for report in loops.heard(Told)} == {1}
 
 
 def weight_bytes(loops: Loops, to: int, layers: Sequence[int]) -> int:
     """Bytes of layers, which another replica pulled."""
-    found = [loops.loops[to]._setup.replica.model.model.layers[layer] for layer in layers]
-    return sum(each.nbytes for module in found for each in (*module.parameters(), *module.buffers()))
+    modules = [loops.loops[to]._setup.replica.model.model.layers[layer] for layer in layers]
+    return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
 
 @pytest.mark.parametrize("way", ["prepare", "restore"])
-def test_who_moves_a_layer_for_seconds_is_not_taken_for_dead(loops: Loops, way: str) -> None:
+def test_replica_that_moves_a_layer_for_seconds_is_not_taken_for_dead(loops: Loops, way: str) -> None:
     """Each layer takes three seconds over the link, three times what a main loop may be silent."""
     loop, desk, held = loops.loops[0], loops.desks[0], loops.holds[0]
     if way == "restore":
@@ -307,7 +305,7 @@ def test_who_moves_a_layer_for_seconds_is_not_taken_for_dead(loops: Loops, way: 
     assert desk.loads > 6
 
 
-def test_who_takes_a_layer_in_from_a_slow_peer_is_not_taken_for_dead(loops: Loops) -> None:
+def test_replica_that_pulls_from_a_slow_peer_is_not_taken_for_dead(loops: Loops) -> None:
     """Each tensor comes before the loop would say that it waits, and all together take seconds."""
     loops.drop(3)
     recv = loops.links[3, 0].recv
@@ -320,7 +318,7 @@ def test_who_takes_a_layer_in_from_a_slow_peer_is_not_taken_for_dead(loops: Loop
     loops.desks[0].judge()
     before = loops.clocks[0]()
     loops.tell(0, StartRestore(3, (Pull(0, 2, 1), Pull(0, 3, 1))))
-    loops.until(events.Restored(0.0, 3, 0))
+    loops.until(protocol.Restored(0.0, 3, 0))
     assert loops.clocks[0]() > before + 2
     assert not loops.desks[0].dead
 
@@ -330,12 +328,12 @@ def test_a_request_that_comes_before_the_others_of_its_group_is_begun(
 ) -> None:
     """The first stage has no KV to wait for, and the second one is late."""
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     loops.tell(0, Commit(3))
     for _ in range(20):
         loops.loops[0].step()
     loops.tell(1, Commit(3))
-    loops.both(events.Committed, 3)
+    loops.both(protocol.Committed, 3)
     loops.ask(0, 3, *asked)
     for _ in range(5):
         loops.loops[0].step()
@@ -349,7 +347,7 @@ def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
     loops.ask(1, 2, *asked[:3])
     loops.step(4)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     link = loops.links[3, 1]
     send, wrong = link.send, iter([True])
 
@@ -360,21 +358,21 @@ def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
 
     link.send = damages  # type: ignore[method-assign]
     loops.tell_all(Commit(3))
-    loops.both(events.Exchanged, 3)
-    [damaged] = loops.heard(events.Damaged)
+    loops.both(protocol.Exchanged, 3)
+    [damaged] = loops.heard(protocol.Damaged)
     assert (damaged.epoch, damaged.member) == (3, 0)
-    done = sum(len(each.tokens) for each in loops.heard(Told) if each.request == damaged.request)
+    done = sum(len(report.tokens) for report in loops.heard(Told) if report.request == damaged.request)
     loops.step(20)
-    assert done == sum(len(each.tokens) for each in loops.heard(Told) if each.request == damaged.request) < 10
+    assert done == sum(len(report.tokens) for report in loops.heard(Told) if report.request == damaged.request) < 10
     (lost, expected) = next(pair for pair in zip(asked, right, strict=True) if pair[0].name == damaged.request)
     again = Request(lost.name, lost.prompt, lost.new, lost.sampling, delivered=tuple(expected[:done]))
     loops.ask(0, 3, again, assignment=2)
     assert loops.answers(asked[:3]) == right[:3]
     told = loops.heard(Told)
-    assert {each.request for each in told if each.assignment == 2} == {damaged.request}
+    assert {report.request for report in told if report.assignment == 2} == {damaged.request}
 
 
-def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, asked: list[Request]) -> None:
+def test_replica_that_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, asked: list[Request]) -> None:
     loops.drop(3)
     loops.ask(0, 3, *asked)
     loops.step(6)
@@ -384,7 +382,7 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
     assert loops.loops[1]._state.links == {}
 
 
-def test_who_goes_on_alone_has_all_its_layers_at_once(
+def test_replica_that_goes_on_alone_has_all_its_layers_at_once(
     loops: Loops, asked: list[Request], right: list[list[int]]
 ) -> None:
     """A link is lost: that is told once, requests are given anew; layers that were dropped stream, and come home."""
@@ -392,23 +390,29 @@ def test_who_goes_on_alone_has_all_its_layers_at_once(
     loops.ask(0, 3, *asked)
     loops.step(4)
     loops.links[3, 0].error = LinkError(3, 1, "planted")
-    loops.until(events.Suspected(0.0, 3, 0, 1))
+    loops.until(protocol.Suspected(0.0, 3, 0, 1))
     before = len(loops.heard(Told))
     loops.step(3)
     assert len(loops.heard(Told)) == before
     assert loops.holds[0].dropped == (2, 3)
     loops.tell(0, Alone(4, 0))
-    loops.until(events.Committed(0.0, 4, 0))
-    delivered = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
+    loops.until(protocol.Committed(0.0, 4, 0))
+    delivered = {report.request: report.before + len(report.tokens) for report in loops.heard(Told)}
     again = [
-        Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: delivered.get(each.name, 0)]))
-        for each, tokens in zip(asked, right, strict=True)
+        Request(
+            request.name,
+            request.prompt,
+            request.new,
+            request.sampling,
+            delivered=tuple(tokens[: delivered.get(request.name, 0)]),
+        )
+        for request, tokens in zip(asked, right, strict=True)
     ]
     loops.ask(0, 4, *again, assignment=2)
-    loops.until(events.Restored(0.0, 4, 0))
+    loops.until(protocol.Restored(0.0, 4, 0))
     assert loops.holds[0].dropped == ()
     assert loops.answers(asked) == right
-    assert len(loops.heard(events.Suspected)) == 1
+    assert len(loops.heard(protocol.Suspected)) == 1
 
 
 def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
@@ -416,11 +420,11 @@ def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Req
     loops.ask(1, 2, *asked[3:])
     loops.step(2)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
-    loops.tell_all(Discard(3, events.Reason.TIMEOUT), Commit(3))
+    loops.both(protocol.Prepared, 3)
+    loops.tell_all(Discard(3, protocol.Reason.TIMEOUT), Commit(3))
     assert loops.answers(asked) == right
     assert [held.dropped for held in loops.holds] == [(), ()]
-    assert [each for each in loops.heard(events.Committed) if each.epoch == 3] == []
+    assert [event for event in loops.heard(protocol.Committed) if event.epoch == 3] == []
 
 
 @pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
@@ -432,23 +436,23 @@ def test_a_pipeline_goes_on_where_the_next_epoch_is_given_up_while_a_stage_waits
     loops.ask(0, 3, *asked)
     loops.step(4)
     loops.tell_all(Prepare(4, ONES))
-    loops.both(events.Prepared, 4)
-    given_up = Discard(4, events.Reason.OVERLOAD)
+    loops.both(protocol.Prepared, 4)
+    given_up = Discard(4, protocol.Reason.OVERLOAD)
     loops.tell(0, given_up)
     loops.desks[1].late.extend([*[None] * looks, given_up])
     assert loops.answers(asked) == right
-    assert not loops.heard(events.Suspected)
+    assert not loops.heard(protocol.Suspected)
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (lambda: WeightsFileChanged("a file", "planted"), events.Reason.FILE_CHANGED),
-        (torch.OutOfMemoryError, events.Reason.PAGES),
+        (lambda: WeightsFileChanged("a file", "planted"), protocol.Reason.FILE_CHANGED),
+        (torch.OutOfMemoryError, protocol.Reason.PAGES),
     ],
 )
-def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
-    loops: Loops, error: Callable[[], Exception], reason: events.Reason, monkeypatch: pytest.MonkeyPatch
+def test_failure_in_prepare_or_in_a_pull_is_told_with_its_reason(
+    loops: Loops, error: Callable[[], Exception], reason: protocol.Reason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> Iterator[object]:
         raise error()
@@ -458,24 +462,24 @@ def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
     with monkeypatch.context() as planted:
         planted.setattr(loops.holds[1], "prepare", fails)
         loops.tell_all(Prepare(3, PAIR))
-        loops.until(events.PrepareFailed(0.0, 3, 1, reason))
+        loops.until(protocol.PrepareFailed(0.0, 3, 1, reason))
     loops.drop(4)
     monkeypatch.setattr(loops.holds[0], "restore", fails)
     loops.tell_all(Prepare(5, ONES))
-    loops.both(events.Prepared, 5)
+    loops.both(protocol.Prepared, 5)
     loops.tell_all(StartRestore(5, PULLS))
-    loops.until(events.PullFailed(0.0, 5, 0, reason), events.Restored(0.0, 5, 1))
+    loops.until(protocol.PullFailed(0.0, 5, 0, reason), protocol.Restored(0.0, 5, 1))
     assert loops.holds[0].dropped == (2, 3)
 
 
-def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
+def test_replica_that_cannot_drop_its_layers_after_all_goes_on_alone(
     loops: Loops, asked: list[Request], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor is told as of a link that failed: the supervisor ends the group and has the requests."""
     loops.ask(0, 1, *asked)
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
 
     def changed(span: Span) -> int:
         raise WeightsFileChanged("a file", "planted")
@@ -483,13 +487,19 @@ def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
     with monkeypatch.context() as planted:
         planted.setattr(loops.holds[0], "drop", changed)
         loops.tell_all(Commit(3))
-        loops.until(events.Suspected(0.0, 3, 0, 1))
+        loops.until(protocol.Suspected(0.0, 3, 0, 1))
     assert loops.holds[0].dropped == ()
-    done = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
+    done = {report.request: report.before + len(report.tokens) for report in loops.heard(Told)}
     loops.tell_all(Alone(4, 0), Alone(4, 1))
     again = [
-        Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: done.get(each.name, 0)]))
-        for each, tokens in zip(asked, right, strict=True)
+        Request(
+            request.name,
+            request.prompt,
+            request.new,
+            request.sampling,
+            delivered=tuple(tokens[: done.get(request.name, 0)]),
+        )
+        for request, tokens in zip(asked, right, strict=True)
     ]
     loops.ask(0, 4, *again, assignment=2)
     assert loops.answers(asked) == right
@@ -504,30 +514,30 @@ def test_a_request_is_cancelled_wherever_it_is(loops: Loops, asked: list[Request
     loops.tell(0, Cancel("q4", 3, (0,)), Cancel("q1", 1, (0,)))
     others = [asked[0], *asked[2:4]]
     loops.step()
-    known = len([each for each in loops.heard(Told) if each.request == "q1"])
+    known = len([report for report in loops.heard(Told) if report.request == "q1"])
     loops.drop(3)
     loops.step(STEPS // 20)
-    told = [each for each in loops.heard(Told) if each.request != "q1"]
-    assert {each.request for each in told} == {each.name for each in others}
-    assert sum(len(each.tokens) for each in told) == sum(each.new for each in others)
-    assert len([each for each in loops.heard(Told) if each.request == "q1"]) == known < asked[1].new
+    told = [report for report in loops.heard(Told) if report.request != "q1"]
+    assert {report.request for report in told} == {request.name for request in others}
+    assert sum(len(report.tokens) for report in told) == sum(request.new for request in others)
+    assert len([report for report in loops.heard(Told) if report.request == "q1"]) == known < asked[1].new
 
 
 def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loops, asked: list[Request]) -> None:
     """The new first stage hears of that before it has taken up its epoch, and of the request from the old one."""
-    asked = [replace(each, new=200) for each in asked]
+    asked = [replace(request, new=200) for request in asked]
     loops.ask(1, 2, *asked)
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))
-    loops.both(events.Prepared, 3)
+    loops.both(protocol.Prepared, 3)
     loops.tell_all(Commit(3))
     loops.tell(0, Cancel("q1", 3, (0, 1)))
-    loops.both(events.Exchanged, 3)
+    loops.both(protocol.Exchanged, 3)
     leader = loops.loops[0]._state.leader
     assert leader is not None
-    assert {*leader.requests.by_name} == {each.name for each in asked} - {"q1"}
+    assert {*leader.requests.by_name} == {request.name for request in asked} - {"q1"}
     assert {*loops.loops[0]._requests._assignments} == {*leader.requests.by_name}
-    loops.tell(0, *(Cancel(each.name, 3, (0, 1)) for each in asked))
+    loops.tell(0, *(Cancel(request.name, 3, (0, 1)) for request in asked))
     loops.step(20)
     assert not loops.loops[0]._requests._assignments
     stage = loops.loops[1]._state.stage
@@ -543,18 +553,18 @@ def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loo
     there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), LinkState.LOST  # type: ignore[misc]
     loops.links[3, 0], loops.links[3, 1] = there, back  # type: ignore[assignment]
     loops.tell(0, Prepare(3, PAIR))
-    loops.until(events.Suspected(0.0, 3, 0, 1))
+    loops.until(protocol.Suspected(0.0, 3, 0, 1))
     assert (loops.loops[0]._change.pending, loops.loops[0]._state.epoch) == (None, 1)
 
 
 def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:
     loops.ask(0, 1, *asked)
     loops.step(8)
-    loads = [each for each in loops.desks[0].heard if isinstance(each, events.Load)]
-    assert [each.progress for each in loads] == sorted({each.progress for each in loads})
-    assert max(each.used for each in loads) > loads[0].used
-    assert max(each.pending for each in loads) > 0
-    assert {each.epoch for each in loads} == {1}
+    loads = [message for message in loops.desks[0].heard if isinstance(message, protocol.Load)]
+    assert [load.progress for load in loads] == sorted({load.progress for load in loads})
+    assert max(load.used for load in loads) > loads[0].used
+    assert max(load.pending for load in loads) > 0
+    assert {load.epoch for load in loads} == {1}
 
 
 def test_tokens_of_one_step_are_told_at_once(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
@@ -562,6 +572,6 @@ def test_tokens_of_one_step_are_told_at_once(loops: Loops, asked: list[Request],
     loops.ask(0, 1, *asked)
     assert loops.answers(asked) == right
     told = [posted for posted in loops.desks[0].posted if isinstance(posted[0], Told)]
-    assert len({each.before for each in loops.heard(Told)}) == asked[0].new
+    assert len({report.before for report in loops.heard(Told)}) == asked[0].new
     assert any(len(posted) == len(asked) for posted in told)
-    assert len(told) < sum(each.new for each in asked) / 2
+    assert len(told) < sum(request.new for request in asked) / 2

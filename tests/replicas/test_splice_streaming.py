@@ -105,17 +105,17 @@ def test_of_layers_that_stream_only_those_of_the_span_are_copied(model: Any, slo
         filled = Filled(managed, monkeypatch)
         caches: dict[tuple[str, int], Any] = {}
         for step, logits in zip(ASKED, expected, strict=True):
-            found: Hidden | Logits | None = None
+            sent: Hidden | Logits | None = None
             for number, span in enumerate(spans):
                 splice.span = span
                 filled.layers.clear()
                 cache = caches.get((step.request, number))
-                found = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), found)  # type: ignore[arg-type]
+                sent = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), sent)  # type: ignore[arg-type]
                 assert filled.layers
                 assert set(filled.layers) <= {*range(span.begin, span.end)} & {1, 2, 3, 5}
-                caches[step.request, number] = found.cache
-            assert isinstance(found, Logits)
-            assert torch.equal(found.logits, logits)
+                caches[step.request, number] = sent.cache
+            assert isinstance(sent, Logits)
+            assert torch.equal(sent.logits, logits)
         devices.require().check()
 
 
@@ -193,7 +193,7 @@ def test_parts_under_chaos_are_the_whole(model: Any, layers: tuple[int, ...], se
         pipeline = Pipeline([first, second])
         for step, logits in zip(ASKED, expected, strict=True):
             assert torch.equal(pipeline.run(step), logits)
-        assert all(chaos_of(each).moved["weights"] > 0 for each in (one, two))
+        assert all(chaos_of(part).moved["weights"] > 0 for part in (one, two))
         for (_, number), cache in pipeline.caches.items():
             for index, layer in enumerate(cache.layers):
                 here = index in spans[number]
@@ -208,13 +208,13 @@ def test_a_cache_of_ones_own(model: Any) -> None:
     with install.stock():
         expected = in_one(model, ASKED)
     with Splice(model) as splice, ballonet.manage(model):
-        caches = {(each, part): KVCache(model.config) for each in ("first", "other") for part in (0, 1)}
+        caches = {(name, part): KVCache(model.config) for name in ("first", "other") for part in (0, 1)}
         for step, logits in zip(ASKED, expected, strict=True):
-            found: Any = None
+            sent: Any = None
             for part, span in enumerate(cuts(LAYERS, 2)):
                 splice.span = span
                 given = inputs_of(model, step, "past_key_values", caches[step.request, part])
-                found = SpliceStage(splice).run(given, found)
-                assert found.cache is caches[step.request, part]
-            assert torch.equal(found.logits, logits)
-        del caches, found
+                sent = SpliceStage(splice).run(given, sent)
+                assert sent.cache is caches[step.request, part]
+            assert torch.equal(sent.logits, logits)
+        del caches, sent

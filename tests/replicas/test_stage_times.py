@@ -11,7 +11,7 @@ import torch
 
 from ballonet.hooks.replicas.microbatch_plan import Chunk
 from ballonet.hooks.replicas.replica_model import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 
 from ..tuned import Clock
 from .pipeline_time import evenly, pipeline_time
@@ -50,7 +50,7 @@ def test_the_bubble_is_that_of_the_timeline() -> None:
     stages[0].set_open_stages(0)
     clock.now += 100.0  # nobody asks anything
     stages[0].set_open_stages(0)
-    busy, opened = sum(each.busy for each in stages), sum(each.open for each in stages)
+    busy, opened = sum(times.busy for times in stages), sum(times.open for times in stages)
     assert (busy, opened) == (12.0, 2 * planned.seconds)
     assert 1 - busy / opened == pytest.approx(planned.bubble)
 
@@ -131,10 +131,10 @@ def test_moments_on_a_stream_are_those_of_the_host(monkeypatch: pytest.MonkeyPat
     assert not one.all_timed
     device.reached, clock.now = 3.5, 1003.5
     one.poll()
-    assert [each[:2] for each in ran] == [(1000.0, 1003.0)]
+    assert [moments[:2] for moments in ran] == [(1000.0, 1003.0)]
     device.reached, clock.now = 7.0, 1050.0  # the stream has nothing to do since
     one.poll()
-    assert [each[:2] for each in ran] == [(1000.0, 1003.0), (1003.0, 1007.0)]
+    assert [moments[:2] for moments in ran] == [(1000.0, 1003.0), (1003.0, 1007.0)]
     began = one.begin()
     device.submitted, device.reached = 9.0, 9.0
     one.end(began, [chunk(1)], LAYERS)
@@ -158,7 +158,7 @@ def test_a_gpu_s_moments_are_in_order() -> None:
     torch.cuda.synchronize()
     one.poll()
     assert one.all_timed
-    moments = [at for each in ran for at in each[:2]]
+    moments = [at for moments in ran for at in moments[:2]]
     assert len(ran) == 4
     assert moments == sorted(moments)
     assert before <= moments[0] < moments[-1] <= time.monotonic() + 1e-3

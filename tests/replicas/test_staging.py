@@ -34,12 +34,12 @@ def test_staged_bytes_and_room_for_what_arrives_lie_outside_the_pool() -> None:
     assert not in_pool(copy.data)
     assert not in_pool(arrived)
     arrived.copy_(copy.data)
-    found = unstaged(arrived, "bfloat16", (100, 1000))
-    assert torch.equal(found, tensor)
+    room = unstaged(arrived, "bfloat16", (100, 1000))
+    assert torch.equal(room, tensor)
     assert checksum(arrived) == checksum(copy.data)
     arrived[17] ^= 1
     assert checksum(arrived) != checksum(copy.data)
-    del tensor, found
+    del tensor, room
 
 
 @pytest.mark.gpu

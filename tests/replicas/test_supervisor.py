@@ -1,4 +1,6 @@
-"""The supervisor between clients and replicas, which are played here: what each is told."""
+"""The supervisor between clients and replicas, which are played here: what each is told; and its ledger, which delivers
+each token once.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,36 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ballonet.hooks.replicas.channel import Wakeup
-from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
-from ballonet.hooks.replicas.microbatch_plan import Request
+from ballonet.hooks.replicas.client_requests import RepeatedOtherwise, RequestLedger
+from ballonet.hooks.replicas.messages import (
+    End,
+    Fingerprint,
+    Hello,
+    Join,
+    JoinRefusal,
+    Line,
+    Message,
+    NewTokens,
+    Start,
+    Told,
+    Welcome,
+    decoded,
+    encoded,
+)
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
 from ballonet.hooks.replicas.supervisor import Supervisor
-from ballonet.offload.policy.replicas import actions, events
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.demand import KVSize
+from ballonet.offload.policy.replicas.drops import Pull
+from ballonet.offload.policy.replicas.groups import Group, Span
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
 COST = ChunkCost(1e-9, 1e-5, 1e-3)
@@ -48,8 +70,8 @@ class Played:
 
     def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
         """What replicas were told of a kind, with their numbers, once there are so many."""
-        wait(lambda: len([each for _, each in self._told if isinstance(each, kind)]) >= count)
-        return [(member, each) for member, each in self._told if isinstance(each, kind)]
+        wait(lambda: len([message for _, message in self._told if isinstance(message, kind)]) >= count)
+        return [(member, message) for member, message in self._told if isinstance(message, kind)]
 
     # -- for the supervisor
 
@@ -66,8 +88,8 @@ class Played:
         self.started.append((rank, cost))
 
     def ended(self) -> list[tuple[int, str]]:
-        found, self._gone = self._gone, []
-        return found
+        gone, self._gone = self._gone, []
+        return gone
 
     def end(self, rank: int) -> None:
         self.killed.append(rank)
@@ -100,7 +122,7 @@ class Scene:
         """Two replicas are there, and one of them has the request."""
         self.replicas.says(0, hello(0))
         self.replicas.says(1, hello(1))
-        self.replicas.hears(actions.Alone, 2)
+        self.replicas.hears(protocol.Alone, 2)
         assert self.supervisor.submit(Request("a", (1, 2), 3)) is None
         [(self.member, start)] = self.replicas.hears(Start)
         assert isinstance(start, Start)
@@ -117,9 +139,9 @@ def wait(until: Callable[[], object]) -> None:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    found = Scene()
-    yield found
-    found.supervisor.close()
+    made = Scene()
+    yield made
+    made.supervisor.close()
 
 
 def test_a_request_has_its_tokens(scene: Scene) -> None:
@@ -135,7 +157,7 @@ def test_a_request_has_its_tokens(scene: Scene) -> None:
     assert (scene.supervisor.waiting, scene.supervisor.state().requests) == (0, 0)
 
 
-def test_what_a_lost_replica_had_is_computed_again_by_another(scene: Scene) -> None:
+def test_requests_of_a_lost_replica_are_computed_again_by_another(scene: Scene) -> None:
     start = scene.begins()
     scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
     wait(lambda: scene.told)
@@ -155,14 +177,14 @@ def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) 
     wait(lambda: len(scene.replicas.started) == 3)
     assert scene.replicas.started == [(0, None), (1, None), (scene.member, COST)]
     scene.replicas.says(2, hello(scene.member))
-    assert [member for member, _ in scene.replicas.hears(actions.Alone, 3)] == [0, 1, 2]
+    assert [member for member, _ in scene.replicas.hears(protocol.Alone, 3)] == [0, 1, 2]
     assert scene.supervisor.state().replaced == 1
     scene.replicas.ends(1 - scene.member)
     wait(lambda: len(scene.replicas.started) == 4)
     assert scene.replicas.hears(Start, 3)[-1][0] == 2  # what had gone to the other one
 
 
-def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
+def test_replica_that_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
     """Messages from before the process ended are taken after its end is noticed."""
     scene.begins()
     scene.replicas.ends(0)
@@ -182,8 +204,8 @@ def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
     wait(lambda: len(scene.replicas.started) == 4)
     assert scene.supervisor.submit(Request("b", (1,), 1)) is None
     scene.replicas.says(2, hello(0))
-    found = scene.replicas.hears(Start, 3)
-    assert {(member, each.request.name) for member, each in found[-2:]} == {(2, "a"), (2, "b")}
+    started = scene.replicas.hears(Start, 3)
+    assert {(member, message.request.name) for member, message in started[-2:]} == {(2, "a"), (2, "b")}
     assert [error for _, error in scene.told] == [None]
 
 
@@ -206,7 +228,7 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
     wait(lambda: "late" in [request.name for request, _ in scene.told])
     assert scene.supervisor.waiting == 0
     scene.replicas.says(2, hello(None))
-    scene.replicas.hears(actions.Alone, 3)
+    scene.replicas.hears(protocol.Alone, 3)
     assert scene.supervisor.submit(Request("b", (1,), 1)) is None
 
 
@@ -223,16 +245,16 @@ def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
         scene.supervisor.close()
 
 
-def test_who_starts_when_the_server_ends_is_ended() -> None:
+def test_replica_that_starts_when_the_server_ends_is_ended() -> None:
     scene = Scene()
     scene.replicas.says(0, hello(0))
-    scene.replicas.hears(actions.Alone)
+    scene.replicas.hears(protocol.Alone)
     scene.supervisor.close()
     assert scene.replicas.killed == [1]
     assert [member for member, _ in scene.replicas.hears(End)] == [0]
 
 
-def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.begins()
     ask = scene.supervisor._clients.submit
 
@@ -246,10 +268,10 @@ def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pyt
     assert scene.supervisor.waiting == 0
 
 
-def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:
+def test_message_of_a_replica_that_is_no_member_has_it_rejoin(scene: Scene) -> None:
     scene.begins()
-    scene.replicas.says(7, events.Load(0.0, 7, 1, 0, 50, 0, 1))
-    assert scene.replicas.hears(actions.Rejoin) == [(7, actions.Rejoin(7))]
+    scene.replicas.says(7, protocol.Load(0.0, 7, 1, 0, 50, 0, 1))
+    assert scene.replicas.hears(protocol.Rejoin) == [(7, protocol.Rejoin(7))]
 
 
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
@@ -260,10 +282,10 @@ def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
     assert "with other tokens" in str(scene.told[-1][1])
 
 
-def test_who_goes_away_is_cancelled(scene: Scene) -> None:
+def test_request_of_a_client_that_goes_away_is_cancelled(scene: Scene) -> None:
     scene.begins()
     scene.supervisor.cancel("a")
-    [(member, cancel)] = scene.replicas.hears(actions.Cancel)
+    [(member, cancel)] = scene.replicas.hears(protocol.Cancel)
     assert (member, cancel.request) == (scene.member, "a")
     scene.supervisor.cancel("a")
     assert scene.supervisor.submit(Request("a", (1, 2), 3)) is None
@@ -273,12 +295,12 @@ def test_who_goes_away_is_cancelled(scene: Scene) -> None:
 def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
     scene.begins()
     for member in (0, 1):
-        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, 1))
+        scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, 1))
     wait(lambda: not scene.replicas.has())
     while not scene.replicas.killed:
         scene.now += 0.2
         other = 1 - scene.member
-        scene.replicas.says(other, events.Load(0.0, other, other + 1, 0, 50, 0, int(scene.now * 10)))
+        scene.replicas.says(other, protocol.Load(0.0, other, other + 1, 0, 50, 0, int(scene.now * 10)))
         time.sleep(0.15)
     assert scene.replicas.killed == [scene.member]
     assert scene.replicas.hears(End)[0][0] == scene.member
@@ -288,20 +310,20 @@ def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
 def test_one_of_another_machine_that_stands_still_may_join_anew(scene: Scene) -> None:
     scene.begins()
     scene.replicas.says(2, hello(None))
-    scene.replicas.hears(actions.Alone, 3)
+    scene.replicas.hears(protocol.Alone, 3)
     count = 0
     for member in (0, 1, 2):
-        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
+        scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, count))
     wait(lambda: not scene.replicas.has())
     while 2 in scene.supervisor.state().spans:
         scene.now, count = scene.now + 0.2, count + 1
         for member in (0, 1):
-            scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
+            scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, count))
         time.sleep(0.15)
-    assert scene.replicas.hears(actions.Rejoin) == [(2, actions.Rejoin(2))]
+    assert scene.replicas.hears(protocol.Rejoin) == [(2, protocol.Rejoin(2))]
     assert (scene.replicas.killed, scene.supervisor.state().fenced) == ([], 1)
     scene.replicas.says(3, hello(None))
-    assert scene.replicas.hears(actions.Alone, 4)[-1][0] == 3
+    assert scene.replicas.hears(protocol.Alone, 4)[-1][0] == 3
     assert sorted(scene.supervisor.state().spans) == [0, 1, 3]
 
 
@@ -317,3 +339,82 @@ def test_all_who_wait_are_told_at_the_end(scene: Scene) -> None:
     assert [(request.name, error) for request, error in scene.told] == [("a", "the server shuts down")]
     assert {member for member, _ in scene.replicas.hears(End, 2)} == {0, 1}
     assert scene.supervisor.submit(Request("b", (1,), 1)) == "the server shuts down"
+
+
+# The ledger, and messages
+
+
+REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), (4,))
+GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
+MESSAGES: list[Message] = [
+    Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
+    Start(3, REQUEST, 2),
+    Told("a", 2, 1, (4, 5), "a reason"),
+    Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0"), (REQUEST,)),
+    Welcome(3, "here", 29400, ChunkCost(1e-9, 1e-5, 1e-3)),
+    NewTokens("a", 2, (7, 8), "it was lost"),
+    Line("loading"),
+    JoinRefusal(("torch is 2.12.0, not 2.13.0",)),
+    protocol.Prepare(4, (GROUP,), (Pull(2, 3, None), Pull(2, 4, 0))),
+    protocol.Commit(4, (("a", 2),)),
+    protocol.Discard(4, protocol.Reason.HOST_MEMORY),
+    protocol.PrepareFailed(1.5, 4, 2, protocol.Reason.FILE_CHANGED),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+    assert decoded(encoded(message, message)) == (message, message)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [b"", b"nothing", encoded(MESSAGES[0])[:-1], msgspec.msgpack.encode([{"type": "Unheard"}]), b"\x91" * 100_000],
+)
+def test_bytes_that_are_no_message_raise_value_error(packed: bytes) -> None:
+    with pytest.raises(ValueError, match="no message of this version"):
+        decoded(packed)
+
+
+def test_a_request_is_there_once() -> None:
+    ledger = RequestLedger()
+    ledger.accept(REQUEST, 0.0)
+    with pytest.raises(ValueError, match="has not ended"):
+        ledger.accept(REQUEST, 0.0)
+    assert ledger.end("a") is not None
+    assert ledger.end("a") is None
+    ledger.accept(REQUEST, 0.0)
+    assert [len(ledger), "a" in ledger, "b" in ledger] == [1, True, False]
+
+
+def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
+    ledger = RequestLedger()
+    ledger.accept(Request("a", (1,), 9), 0.0)
+    first, second = ledger.assign("a").assignment, ledger.assign("a").assignment
+    assert ledger.deliver("a", first, 0, (5,)) == ()
+    assert ledger.deliver("a", second, 0, (5,)) == (5,)
+    assert ledger.deliver("b", second, 0, (5,)) == ()
+
+
+def test_tokens_that_are_computed_again_have_to_be_the_same() -> None:
+    ledger = RequestLedger()
+    ledger.accept(Request("a", (1,), 9), 0.0)
+    assignment = ledger.assign("a").assignment
+    assert ledger.deliver("a", assignment, 0, (5, 6)) == (5, 6)
+    with pytest.raises(RepeatedOtherwise):
+        ledger.deliver("a", assignment, 1, (7,))
+    with pytest.raises(ValueError, match="never came"):
+        ledger.deliver("a", assignment, 3, (8,))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.lists(st.tuples(st.integers(0, 19), st.integers(1, 5))))
+def test_clients_get_each_token_once(answer: list[int], reports: list[tuple[int, int]]) -> None:
+    """Reports of any parts of an answer, again and again: what is new of each is what comes behind the others."""
+    ledger = RequestLedger()
+    ledger.accept(Request("a", (1,), len(answer) + 1), 0.0)
+    got: list[int] = []
+    for begin, count in reports:
+        before = min(begin, len(got))  # none is missing
+        got += ledger.deliver("a", ledger.assign("a").assignment, before, tuple(answer[before : before + count]))
+    assert got == answer[: len(got)]
+    assert ledger.entry("a").request.delivered == tuple(got)

@@ -11,11 +11,9 @@ from ballonet.hooks.server.load import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import PlayedFault
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun, RecordedClient
-from ballonet.offload.policy.replicas.actions import Action, Dispatch
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.controller import Controller
-from ballonet.offload.policy.replicas.decisions import Decision, Entry, replayed
-from ballonet.offload.policy.replicas.events import Event
+from ballonet.offload.policy.replicas.controller import Controller, replayed
+from ballonet.offload.policy.replicas.pipeline import ChunkCost
+from ballonet.offload.policy.replicas.protocol import Action, Decision, Dispatch, Entry, Event
 from ballonet.offload.policy.tuning import DEFAULT
 
 PAGE = 2**16

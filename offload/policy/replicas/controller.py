@@ -3,8 +3,8 @@
 Note [Life of a burst]
     Replicas serve alone, each a group of one. Every period the controller adds up their memory. When it is full and
     prompts wait, `drop_plan` chooses the groups that merge, and the gate predicts whether that is worth it; if not, it
-    answers `Decline`. The epoch is prepared and committed (epoch_proposal.py). When the load has been low for a while
-    (overload.py) all groups pull what they dropped and split again.
+    answers `Decline`. The epoch is prepared and committed (group_changes.py). When the load has been low for a while
+    (demand.py, Note [Hysteresis]) all groups pull what they dropped and split again.
 
 Note [Fencing]
     Each replica is in one epoch, the one in which its group was formed. Its messages of another are ignored, with one
@@ -14,21 +14,27 @@ Note [Fencing]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
 from ..tuning import DEFAULT
 from ..tuning import Replicas as Tuning
-from .actions import Action, Alone, Cancel, Decline, Recompute, Rejoin
 from .cluster import Cluster
-from .controller_state import ControllerState
-from .demand import KVSize, needed_pages, prompt_pages
-from .drop_gate import CostModel, judge
-from .drop_plan import drop_plan, net_freed, with_growth
-from .epoch_proposal import EpochProposals, Kind
-from .events import (
+from .demand import Calm, Growth, KVSize, Usage, is_overloaded, needed_pages, prompt_pages
+from .drops import CostModel, Work, drop_plan, judge, with_growth
+from .group_changes import ControllerState, EpochProposals, Failures, Kind
+from .groups import Group, alone
+from .protocol import (
+    Action,
+    Alone,
     Arrived,
+    Cancel,
     Committed,
+    Continued,
     Damaged,
+    Decision,
+    Decline,
+    Entry,
     Event,
     Exchanged,
     Finished,
@@ -36,19 +42,19 @@ from .events import (
     Left,
     Load,
     Lost,
+    Note,
     Prepared,
     PrepareFailed,
     PullFailed,
     Reason,
+    Recompute,
+    Rejoin,
     Restored,
+    Setup,
     Suspected,
     Tick,
 )
-from .failures import Failures
-from .group_work import busiest, merged_work, pending, work_of
-from .groups import alone
-from .overload import Calm, Growth, Usage, is_overloaded
-from .request_book import RequestBook
+from .requests import RequestBook, RequestEntry
 
 
 class Controller:
@@ -73,15 +79,15 @@ class Controller:
         self._growth = Growth(tuning)
         self._ticked: float | None = None
 
+    @classmethod
+    def of(cls, setup: Setup) -> Self:
+        """Returns a new controller with the arguments of a log."""
+        return cls(setup.pages, setup.kv, setup.cost, setup.tuning, setup.page_seconds)
+
     @property
     def epoch(self) -> int:
         """The latest epoch number."""
         return self._state.epoch
-
-    @property
-    def preparing(self) -> int | None:
-        """The epoch in preparation."""
-        return self._proposals.proposal.epoch if self._proposals.proposal else None
 
     @property
     def cluster(self) -> Cluster:
@@ -90,11 +96,6 @@ class Controller:
     @property
     def book(self) -> RequestBook:
         return self._state.book
-
-    @property
-    def freed(self) -> int:
-        """Pages that the groups in force have freed, compared with undropped replicas."""
-        return net_freed((group.group for group in self.cluster.groups.values()), self.cluster.pages)
 
     def check(self) -> None:
         """Raises ValueError unless groups, requests and the epoch in preparation agree."""
@@ -292,3 +293,91 @@ class Controller:
         requests = [entry for entry in self.book.of(members) if entry.name == event.request]
         for request in self._failures.count_recomputation(requests):
             self._state.actions.append(Recompute((request.name,), placement.epoch, members))
+
+
+# What the gate of drops is asked about: the work of groups
+
+
+Tokens = list[tuple[int, int]]
+
+
+def split(requests: Sequence[RequestEntry], used: int, pending: int, kv: KVSize) -> tuple[Tokens, Tokens]:
+    """Splits a group's requests, in order, into (queued, running) of drops.Work. `used`: pages of KV; `pending`:
+    pages of prompts that wait.
+
+    The controller knows pages, not which requests wait. So the newest are assumed to wait, until their prompts make up
+    what is pending, and the others to have generated the same part of their answers, so that their KV is what is used.
+    """
+    first = len(requests)
+    while first and pending > 0:
+        first -= 1
+        pending -= kv.pages(requests[first].prompt + 1)
+    running = requests[:first]
+    prompts, new = sum(request.prompt for request in running), sum(max(1, request.new) for request in running)
+    part = min(1.0, max(0.0, (used * kv.page / kv.token - prompts) / new)) if new else 0.0
+    done = [round(part * max(1, request.new)) for request in running]
+    return (
+        [(request.prompt, request.new) for request in requests[first:]],
+        [(request.prompt + some, max(1, request.new - some)) for request, some in zip(running, done, strict=True)],
+    )
+
+
+def work_of(group: Group, cluster: Cluster, book: RequestBook) -> Work:
+    """Returns the work of a group in force."""
+    loads = [load for member in group.members if (load := cluster.replicas[member].load) is not None]
+    used, pending = sum(load.used for load in loads), sum(load.pending for load in loads)
+    queued, running = split(book.of(group.members), used, pending, cluster.kv)
+    return Work(cluster.tokens(group), group.size, queued, running)
+
+
+def merged_work(group: Group, parts: Sequence[Work], cluster: Cluster, page_seconds: float) -> Work:
+    """Returns the work of the group into which groups with the work `parts` merge. Each of its k members first sends
+    (k - 1)/k of its KV, at `page_seconds` a page."""
+    used = max((load.used for member in group.members if (load := cluster.replicas[member].load)), default=0)
+    return Work(
+        cluster.tokens(group),
+        group.size,
+        [request for work in parts for request in work.queued],
+        [request for work in parts for request in work.running],
+        used * (group.size - 1) / group.size * page_seconds,
+    )
+
+
+def busiest(groups: Sequence[Group], cluster: Cluster) -> Group:
+    """Returns the group whose members have most pages pending, which a drop helps most. ValueError: no groups."""
+    return max(groups, key=lambda group: (pending(group, cluster), -group.members[0]))
+
+
+def pending(group: Group, cluster: Cluster) -> int:
+    """Returns the pages of the prompts that wait in the present groups of these members."""
+    return sum(load.pending for member in group.members if (load := cluster.replicas[member].load))
+
+
+# The log
+
+
+def decide(controller: Controller, event: Event, note: Note) -> tuple[Action, ...]:
+    """Passes an event to a controller, logs the decision with `note`, and returns the actions."""
+    actions = tuple(controller.on(event))
+    note(Decision(controller.epoch, event, actions))
+    return actions
+
+
+def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
+    """Yields each decision of a log, and the one that a new controller takes for the same event at the same time.
+    ValueError where the log does not begin with a setup."""
+    left = iter(entries)
+    setup = next(left, None)
+    if isinstance(setup, Continued):
+        raise ValueError(
+            f"the log goes on behind {setup.decisions} decisions that are not here: it can be read, but what its "
+            "controller knew is not known"
+        )
+    if not isinstance(setup, Setup):
+        raise ValueError("a log begins with what its controller was made with")
+    controller = Controller.of(setup)
+    for entry in left:
+        if not isinstance(entry, Decision):
+            raise ValueError("a log is of one controller")
+        actions = tuple(controller.on(entry.event))
+        yield entry, Decision(controller.epoch, entry.event, actions)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..hooks.replicas.replica_server import ServedFleet
     from ..hooks.replicas.supervisor import Fleet
     from ..hooks.server.application import Address
-    from ..offload.policy.replicas.chunk_cost import ChunkCost
+    from ..offload.policy.replicas.pipeline import ChunkCost
     from ..offload.policy.tuning import Replicas
 
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
@@ -118,7 +118,7 @@ def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str |
     import torch
 
     from ..allocator import defaults, ram
-    from ..offload.policy.replicas.memory_fit import check_fits, share
+    from ..offload.policy.replicas.processes import check_fits, share
 
     settings = Config.from_env().merge(budget=args.budget, host_budget=args.host_budget)
     if settings.device == "cpu" or not devices:

@@ -67,14 +67,14 @@ def managed(model: Any) -> Iterator[ballonet.Managed]:
 
 @pytest.fixture
 def held(managed: ballonet.Managed) -> Iterator[HeldLayers]:
-    found = HeldLayers(managed)
-    yield found
-    found.close()
+    layers = HeldLayers(managed)
+    yield layers
+    layers.close()
 
 
 @pytest.fixture
 def own_folder(folder: Path, tmp_path: Path) -> Path:
-    for each in folder.iterdir():
-        (tmp_path / each.name).write_bytes(each.read_bytes())
-        os.utime(tmp_path / each.name, ns=(10**18, 10**18))
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+        os.utime(tmp_path / file.name, ns=(10**18, 10**18))
     return tmp_path

@@ -28,8 +28,8 @@ def say(model: Any) -> Output:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(**INPUTS).logits
-    return found
+        computed: torch.Tensor = model(**INPUTS).logits
+    return computed
 
 
 def loaded(folder: Path) -> Any:
@@ -108,6 +108,6 @@ class Peer:
     def __call__(self, layer: int) -> Mapping[str, torch.Tensor] | None:
         self.asked.append(layer)
         with install.stock():
-            found = {name: each.detach().clone() for name, each in self._layers[layer].named_parameters()}
-        found |= dict(self._layers[layer].named_buffers())
-        return None if self._act(layer, found) == "gone" else found
+            tensors = {name: parameter.detach().clone() for name, parameter in self._layers[layer].named_parameters()}
+        tensors |= dict(self._layers[layer].named_buffers())
+        return None if self._act(layer, tensors) == "gone" else tensors

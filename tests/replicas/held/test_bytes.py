@@ -1,4 +1,4 @@
-"""Bytes of layers that are dropped and restored: with any writes, and from any source."""
+"""Bytes of layers that are dropped and restored: with any writes, from any source, piece by piece; checksums."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, WeightsFileChanged
-from ballonet.hooks.replicas.held_layers import HeldLayers, RestoredLayer
+from ballonet.hooks.replicas.held_layers import HeldLayers, RestoredLayer, checksum, cut
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.groups import Span
+from ballonet.offload.residency.weights_file import WeightsFile
 
 from ...models import Output
+from ...streaming.conftest import PAGE
+from ...tuned import Tuned
 from ...weights import CHANGES
 from ..parts import Pipeline, in_one, steps
 from .holding import LAYERS, WRITES, Peer, copied, loaded, logits, pages_of, prepared, say, settled, stocks_logits
@@ -31,11 +34,11 @@ def test_a_stage_copies_nothing_of_what_it_dropped(model: Any, original: Any, st
     spans = Span(0, 3), Span(3, LAYERS)
     with ballonet.manage(model) as one, ballonet.manage(other) as two, Splice(model) as a, Splice(other) as b:
         them = HeldLayers(one), HeldLayers(two)
-        for each in them:
-            prepared(each)
-        for splice, each, span in zip((a, b), them, spans, strict=True):
+        for stage in them:
+            prepared(stage)
+        for splice, stage, span in zip((a, b), them, spans, strict=True):
             splice.span = span
-            each.drop(span)
+            stage.drop(span)
         here = copied("h2d")
         pipeline = Pipeline([a, b])
         for step, logits_of_it in zip(asked, expected, strict=True):
@@ -53,7 +56,7 @@ def test_a_stage_copies_nothing_of_what_it_dropped(model: Any, original: Any, st
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("when", ["ready", "dropped", "restored"])
-def test_what_is_written_is_never_lost(
+def test_written_weights_are_never_lost(
     model: Any, original: Any, held: HeldLayers, write: str, when: str, managed: ballonet.Managed
 ) -> None:
     """Neither to a layer that is ready, of which there are older copies, nor to one that is dropped."""
@@ -99,8 +102,13 @@ def test_layers_come_from_a_peer(model: Any, original: Any, held: HeldLayers, st
     prepared(held)
     held.drop(Span(2, 4))
     here, peer = copied("h2d"), Peer(original)
-    found = list(held.restore([4, 5, 0, 1], peer))
-    assert [(each.layer, each.from_peer) for each in found] == [(4, True), (5, True), (0, True), (1, True)]
+    restored = list(held.restore([4, 5, 0, 1], peer))
+    assert [(layer.layer, layer.from_peer) for layer in restored] == [
+        (4, True),
+        (5, True),
+        (0, True),
+        (1, True),
+    ]
     assert peer.asked == [4, 5, 0, 1]
     assert copied("h2d") == here
     assert say(model).agrees(stock)
@@ -111,38 +119,38 @@ def test_layers_come_from_a_peer(model: Any, original: Any, held: HeldLayers, st
 def test_a_peer_s_wrong_bytes_are_not_taken(model: Any, original: Any, held: HeldLayers, stock: Output) -> None:
     """One bit of one weight, two that changed places, another's layer; nor does one that is gone keep a layer away."""
 
-    def one_bit(layer: int, found: dict[str, torch.Tensor]) -> None:
-        found["mlp.down_proj.weight"].view(torch.uint8).view(-1)[-1] ^= 1
+    def one_bit(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["mlp.down_proj.weight"].view(torch.uint8).view(-1)[-1] ^= 1
 
-    def exchanged(layer: int, found: dict[str, torch.Tensor]) -> None:
-        rows = found["mlp.down_proj.weight"]
+    def exchanged(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        rows = tensors["mlp.down_proj.weight"]
         rows[[0, 1]] = rows[[1, 0]]
 
-    def another(layer: int, found: dict[str, torch.Tensor]) -> None:
-        found.update(Peer(original)((layer + 1) % LAYERS) or {})
+    def another(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update(Peer(original)((layer + 1) % LAYERS) or {})
 
-    def gone(layer: int, found: dict[str, torch.Tensor]) -> str:
+    def gone(layer: int, tensors: dict[str, torch.Tensor]) -> str:
         return "gone"
 
     prepared(held)
     for act in (one_bit, exchanged, another, gone):
         held.drop(Span(0, 4))
-        found = list(held.restore([4, 5], Peer(original, act)))
-        assert found == [RestoredLayer(each.layer, each.pages, False) for each in found]
-        assert len(found) == 2
+        restored = list(held.restore([4, 5], Peer(original, act)))
+        assert restored == [RestoredLayer(layer.layer, layer.pages, False) for layer in restored]
+        assert len(restored) == 2
         assert say(model).agrees(stock), act
 
 
 def test_a_peer_s_other_tensors_are_refused_and_what_it_raises_is_raised(
     model: Any, original: Any, held: HeldLayers, stock: Output
 ) -> None:
-    def half(layer: int, found: dict[str, torch.Tensor]) -> None:
-        found["mlp.down_proj.weight"] = found["mlp.down_proj.weight"].half()
+    def half(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["mlp.down_proj.weight"] = tensors["mlp.down_proj.weight"].half()
 
-    def lacks(layer: int, found: dict[str, torch.Tensor]) -> None:
-        del found["mlp.down_proj.weight"]
+    def lacks(layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["mlp.down_proj.weight"]
 
-    def fails(layer: int, found: dict[str, torch.Tensor]) -> None:
+    def fails(layer: int, tensors: dict[str, torch.Tensor]) -> None:
         raise ConnectionError("the link is lost")
 
     held.drop(Span(0, 4))
@@ -156,7 +164,7 @@ def test_a_peer_s_other_tensors_are_refused_and_what_it_raises_is_raised(
         assert held.dropped == (4, 5)
         assert say(model).agrees(stock)
         settled()
-    assert [each.from_peer for each in held.restore([4, 5], Peer(original))] == [True, True]
+    assert [layer.from_peer for layer in held.restore([4, 5], Peer(original))] == [True, True]
 
 
 def test_a_peer_that_has_older_weights_than_were_written_here_is_not_taken(
@@ -166,7 +174,7 @@ def test_a_peer_that_has_older_weights_than_were_written_here_is_not_taken(
     prepared(held)
     held.drop(Span(0, 3))
     WRITES["data"](model)
-    assert [each.from_peer for each in held.restore([3, 4, 5], Peer(original))] == [True, False, True]
+    assert [layer.from_peer for layer in held.restore([3, 4, 5], Peer(original))] == [True, False, True]
     assert torch.equal(logits(model), expected)
 
 
@@ -209,9 +217,97 @@ def test_a_file_that_changes_while_layers_are_dropped(
         with pytest.raises(WeightsFileChanged):
             list(held.restore([3], lambda layer: None))
         assert held.dropped == (3, 4, 5)
-        assert [each.from_peer for each in held.restore([3, 4, 5], Peer(original))] == [True] * 3
+        assert [layer.from_peer for layer in held.restore([3, 4, 5], Peer(original))] == [True] * 3
         assert say(model).agrees(stock)
         with pytest.raises(WeightsFileChanged):
             held.drop(Span(0, 3))
         assert say(model).agrees(stock)
         held.close()
+
+
+# Pieces
+
+
+@pytest.fixture
+def small_pieces(tuned: Tuned) -> None:
+    """A piece is a page."""
+    tuned(replicas={"moved": PAGE})
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_no_more_than_a_piece_is_moved_between_two_signs_of_life(
+    kind: str, managed: ballonet.Managed, model: Any, held: HeldLayers, original: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file a tensor is a piece, as each is smaller than what is compared at once."""
+    read, came, most = WeightsFile.read, 0, 0
+    from_file = 0
+
+    def counted(self: WeightsFile, start: int, nbytes: int) -> bytes:
+        nonlocal from_file
+        from_file += nbytes
+        return read(self, start, nbytes)
+
+    def moved() -> int:
+        return copied("d2h") + copied("h2d") + from_file
+
+    def told() -> None:
+        nonlocal came, most
+        most, came = max(most, moved() - came), moved()
+
+    monkeypatch.setattr(WeightsFile, "read", counted)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    largest = max(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    list(held.prepare(()))  # finds the files
+    before = came = moved()
+    held.pieces.on_progress = told
+    list(held.prepare(range(LAYERS)))
+    assert bool(from_file) == (kind == "file")
+    assert moved() - before > 0.9 * LAYERS * layer
+    held.drop(Span(0, 2))
+    list(held.restore((2, 3)))
+    list(held.restore((4, 5), Peer(original)))
+    told()
+    assert most <= max(PAGE, largest) < layer / 2
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_copies_are_cut_into_pieces() -> None:
+    parts = [(0, 100, 3), (10, 200, 9), (30, 300, 4)]
+    assert list(cut(parts, 5)) == [
+        [(0, 100, 3), (10, 200, 2)],
+        [(12, 202, 5)],
+        [(17, 207, 2), (30, 300, 3)],
+        [(33, 303, 1)],
+    ]
+    assert list(cut(parts, 16)) == [parts]
+    assert list(cut([], 5)) == []
+
+
+# Checksums
+
+
+def test_checksums_see_every_byte_and_where_it_is() -> None:
+    with install.stock():  # it needs more than the device of these tests has
+        generator = torch.Generator().manual_seed(5)
+        for nbytes in (1, 7, 8, 4096 * 8, 4096 * 8 + 3, 3 * 4096 * 8 + 77):
+            tensor = torch.randint(0, 256, (nbytes,), generator=generator).to(torch.uint8)
+            same = checksum(tensor)
+            assert checksum(torch.cat([tensor[:1], tensor])[1:]) == same, "at an odd address"
+            for at in {0, nbytes // 2, nbytes - 1}:
+                other = tensor.clone()
+                other[at] ^= 128
+                assert checksum(other) != same
+                moved = tensor.roll(at or 1)
+                assert torch.equal(moved, tensor) or checksum(moved) != same
+        rows = torch.randint(
+            -(2**62), 2**62, (256, 4096), generator=generator
+        )  # each a block of its own, or a part of one
+        for wide in (rows, rows.view(-1, 1024), rows.view(-1, 256)):
+            other = wide.clone()
+            other[[0, 1]] = other[[1, 0]]
+            assert checksum(other) != checksum(wide)
+        one = torch.arange(24.0)
+        assert checksum(one.view(4, 6)) != checksum(one.view(6, 4))
+        assert checksum(one.view(4, 6).t()) == checksum(one.view(4, 6).t().contiguous())
+        assert checksum(one) != checksum(one.view(torch.int32))
+        assert checksum(one.to(torch.bfloat16)) != checksum(one)

@@ -161,7 +161,7 @@ def test_ctrl_c_at_any_line_leaves_all_valid(
             yield
             held.drop(Span(1, 2))
             assert torch.equal(logits(model), expected)
-            assert [each.layer for each in held.restore([0])] == [0]
+            assert [layer.layer for layer in held.restore([0])] == [0]
             held.close()
             assert it._weights.on_host() == ()
             assert torch.equal(logits(model), expected)

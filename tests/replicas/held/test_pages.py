@@ -1,8 +1,12 @@
-"""Layers that a replica drops and restores: pages exactly, and no copy where that was prepared."""
+"""Layers that a replica drops and restores: pages exactly, no copy where that was prepared, with others beside; and
+drops that are refused, where nothing has changed.
+"""
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices, install
+from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.held_layers import HeldLayers, PreparedLayer
 from ballonet.offload.policy.reclaim_order import Rung
@@ -17,18 +22,19 @@ from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of, manage
 
+from ... import graphs
 from ...models import Output, build
 from ...pool import bytes_that_exist
 from ...streaming.conftest import BUDGET, PAGE
 from ...tuned import Clock, Tuned
-from .holding import LAYERS, copied, logits, on_host, pages_of, prepared, say, settled, stocks_logits
+from .holding import LAYERS, Peer, copied, logits, on_host, pages_of, prepared, say, settled, stocks_logits
 
 
 @pytest.fixture
 def clock(tuned: Tuned) -> Clock:
-    found = Clock(step=1e-6)
-    tuned(clock=found)
-    return found
+    slow_clock = Clock(step=1e-6)
+    tuned(clock=slow_clock)
+    return slow_clock
 
 
 def test_room_that_is_kept_is_whose_layers_come_home(
@@ -44,7 +50,7 @@ def test_room_that_is_kept_is_whose_layers_come_home(
     device = devices.require()
     filler = device.reserve(device.available * PAGE, "kv", device.group())
     filler.map(0, filler.pieces)
-    assert [each.layer for each in held.restore(range(LAYERS))] == [3, 4, 5]
+    assert [layer.layer for layer in held.restore(range(LAYERS))] == [3, 4, 5]
     filler.close()
     assert settled() == there
     held.drop(Span(0, 5))
@@ -78,7 +84,7 @@ def test_freed_pages_are_exact_and_nothing_goes_to_the_host(
     assert say(model).agrees(stock), "alone, through the slot"
     assert copied("h2d") > here
     assert copied("d2h") == to_host
-    assert [each.layer for each in held.restore([5, 0, 3, 4])] == [5, 3, 4]
+    assert [layer.layer for layer in held.restore([5, 0, 3, 4])] == [5, 3, 4]
     assert (held.dropped, managed.report().streamed) == ((), ())
     assert settled() == there
     assert say(model).agrees(stock)
@@ -119,7 +125,7 @@ def test_freed_pages_are_kv_s_at_once(managed: ballonet.Managed, held: HeldLayer
     assert next(steps).layer == 5
 
 
-def test_nobody_brings_dropped_layers_home_until_they_are_released(
+def test_dropped_layers_stay_dropped_until_they_are_released(
     model: Any, original: Any, clock: Clock, managed: ballonet.Managed, held: HeldLayers
 ) -> None:
     """Whatever is free, and for how long; but a layer of the span that pages were short for comes back as ever."""
@@ -138,7 +144,7 @@ def test_nobody_brings_dropped_layers_home_until_they_are_released(
         clock.now += DEFAULT.pages.dwell / 2
     assert managed.report().streamed == held.dropped == (4, 5)
     assert governor.ladder.revert(Rung.HIDDEN_WEIGHTS, 10**6) == 0
-    assert {each.index for each in governor.reclaim.candidates()}.isdisjoint({4, 5})
+    assert {candidate.index for candidate in governor.reclaim.candidates()}.isdisjoint({4, 5})
     host = managed.report().host_pages
     held.release()
     held.release()
@@ -219,3 +225,194 @@ def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: A
         for _ in range(3):
             assert torch.equal(logits(model), expected)
     assert (settled(), on_host()) == before
+
+
+# Beside another thread, and the ladder
+
+
+@pytest.fixture
+def patient(tuned: Tuned) -> None:
+    """However slow this machine is, no wait for another thread's forward times out."""
+    tuned(waiting={"gate": 600.0, "slots": 600.0})
+
+
+@pytest.mark.usefixtures("patient")
+def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output, original: Any) -> None:
+    """Another thread generates all the time: its answers are right, and no call fails."""
+    done, failed, said = threading.Event(), list[BaseException](), 0
+
+    def ask() -> None:
+        nonlocal said
+        try:
+            while not done.is_set():
+                assert say(model).agrees(stock)
+                said += 1
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        prepared(held)
+        for cycle in range(6):
+            held.drop(Span(cycle % 3, cycle % 3 + 2))
+            before = said
+            while said < before + 2 and not failed:
+                assert not done.wait(0.01)
+            list(held.restore(held.dropped, Peer(original) if cycle % 2 else None))
+    finally:
+        done.set()
+        thread.join(120)
+    assert not failed, failed
+    assert said >= 12
+    assert held.dropped == ()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Managed) -> None:
+    wishes: list[int] = []
+    governor, pages = governors.of(devices.require()), pages_of(managed)
+    held.offer(lambda pages: wishes.append(-pages))
+    held.offer(wishes.append)
+    governor.duplicates.request_drop(7)
+    assert wishes == [7]
+    assert governor.duplicates.pages == sum(pages) - pages[0] - max(pages)
+    held.drop(Span(0, 1))
+    assert governor.duplicates.pages == 0
+    held.close()
+    governor.duplicates.request_drop(7)
+    assert wishes == [7]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_forward_that_finds_no_pages_leads_to_a_wish(host_model: Any, tuned: Tuned) -> None:
+    """Nothing else can give any, as the model has a floor: a cache grows until there are none, and a drop has some."""
+    tuned(waiting={"room": 0.1})
+    with install.stock():
+        ids = torch.arange(2 * 8).reshape(2, 8)
+        expected = logits_of(host_model, ids)
+    device, wishes = devices.require(), list[int]()
+    with ballonet.manage(host_model, floor=BUDGET // 2) as managed:
+        held = prepared(HeldLayers(managed))
+        held.offer(wishes.append)
+        cache = ballonet.KVCache(host_model.config)
+        logits_of(host_model, ids, cache)
+        settled()
+        filler = device.reserve((device.available - 40) * PAGE, "kv", device.group())
+        filler.map(0, filler.pieces)
+        with pytest.raises(torch.OutOfMemoryError):
+            _ = [logits_of(host_model, ids, cache) for _ in range(64)]
+        del cache
+        gc.collect()
+        assert torch.equal(logits_of(host_model, ids), expected)  # at the latest: an operator cannot tell of it
+        assert wishes
+        assert min(wishes) > 0
+        freed = held.drop(Span(2, 3))
+        assert freed >= sum(wishes)
+        assert torch.equal(logits_of(host_model, ids), expected)
+        filler.close()
+        held.close()
+
+
+def logits_of(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        computed: torch.Tensor = model(ids, past_key_values=cache, use_cache=cache is not None).logits
+    return computed
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
+    def moved(verb: str) -> int:
+        counts = devices.of().events.counts().get("duplicates", {})
+        return counts[verb].pages if verb in counts else 0
+
+    def others() -> dict[str, Any]:
+        return {name: count for name, count in devices.of().events.counts().items() if "weights" in name}
+
+    before, rest = (moved("pull"), moved("revert")), others()
+    freed = held.drop(Span(0, 3))
+    home = sum(layer.pages for layer in held.restore([3, 4, 5]))
+    assert (moved("pull") - before[0], moved("revert") - before[1]) == (freed, home)
+    assert others() == rest
+
+
+# Refusals
+
+
+def test_without_host_pages_nothing_is_dropped(host_model: Any, stock: Output) -> None:
+    device = devices.require()
+    with ballonet.manage(host_model) as managed:
+        held = HeldLayers(managed)
+        pages, here = pages_of(managed), settled()
+        left = pages[3] + pages[4] + pages[5] // 2
+        now = device.snapshot()
+        filler = device.reserve(BUDGET - (now["host_pages"] - now["host_free"] + left) * PAGE, "kv", device.group())
+        filler.map_host(0, filler.pieces)
+        try:
+            for _ in range(2):
+                with pytest.raises(DropRefused, match=r"layer 5 of .* no host pages"):
+                    held.drop(Span(0, 3))
+                assert (held.dropped, held.ready, settled()) == ((), (3, 4), here)
+                assert say(host_model).agrees(stock)
+        finally:
+            filler.close()
+            device.reap(wait=True)
+        assert held.drop(Span(0, 3)) == sum(pages[3:]) - max(pages)
+        assert say(host_model).agrees(stock)
+
+
+def test_drop_of_layers_that_cannot_be_dropped_is_refused(
+    model: Any, managed: ballonet.Managed, held: HeldLayers
+) -> None:
+    for span in (Span(2, LAYERS + 1), Span(LAYERS, LAYERS + 1)):
+        with pytest.raises(ManageError, match="are none of it"):
+            held.drop(span)
+    failed: list[BaseException] = []
+
+    def within(*_: object) -> None:
+        for act in (lambda: held.drop(Span(0, 3)), held.release, lambda: list(held.restore([5]))):
+            try:
+                act()
+            except ModelInUse as error:
+                failed.append(error)
+
+    held.drop(Span(0, 5))
+    handle = model.model.layers[0].register_forward_pre_hook(within)
+    logits(model)
+    handle.remove()
+    assert len(failed) == 3
+    assert held.dropped == (5,)
+    fixed = build("llama", num_hidden_layers=1)
+    with ballonet.manage(fixed, interval=1) as other, pytest.raises(ManageError, match="interval=1"):
+        HeldLayers(other)
+
+
+def test_a_model_that_is_managed_no_more_has_nothing_to_drop(model: Any, stock: Output) -> None:
+    managed = ballonet.manage(model)
+    held = HeldLayers(managed)
+    held.drop(Span(0, 3))
+    managed.release()
+    assert say(model).agrees(stock)
+    assert held.dropped == ()
+    for act in (lambda: held.drop(Span(0, 3)), lambda: list(held.prepare([0]))):
+        with pytest.raises(ManageError, match="managed no more"):
+            act()
+    assert list(held.restore([3])) == []
+    held.close()
+
+
+def test_layers_in_cuda_graphs_are_not_dropped(host_model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs.pretend(monkeypatch)
+    with ballonet.manage(host_model) as managed:
+        held = prepared(HeldLayers(managed))
+        graph = torch.cuda.CUDAGraph()
+        with graphs.capture(graph):
+            logits(host_model)
+        here = settled()
+        with pytest.raises(ManageError):
+            held.drop(Span(0, 3))
+        assert (held.dropped, settled()) == ((), here)
+        del graph
+        gc.collect()
+        held.drop(Span(0, 3))
+        assert say(host_model).agrees(stock)

@@ -1,21 +1,28 @@
-"""Groups whose stages are all in one process and one thread: what happens in which order is the test's choice."""
+"""Groups of tiny models in one process and one thread, what they answer, and a supervisor as one replica sees it."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import combinations
 from typing import Any
 
 import torch
 
+import ballonet
 from ballonet.hooks.replicas.follower import Follower
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover
 from ballonet.hooks.replicas.leader import Leader, Notify
 from ballonet.hooks.replicas.link import LinkState
-from ballonet.hooks.replicas.microbatch_plan import Request, SplitPolicy, split_by_tokens
-from ballonet.hooks.replicas.replica_model import ReplicaModel, SpanCache
+from ballonet.hooks.replicas.messages import Message
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling, SplitPolicy, split_by_tokens
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SpanCache, SplicedLayers
 from ballonet.hooks.replicas.stage import Stage, WatchedLink
+from ballonet.hooks.splice.splice import Splice
+from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 Inbox = defaultdict[str, deque[torch.Tensor]]
@@ -80,7 +87,7 @@ class InProcess:
         """`spans`: of layers, by member. A member that is there again and again is a replica of its own each time."""
         named = [int(member.name[1:]) for member in members]
         numbers = named if len({*named}) == len(named) else [*range(len(members))]
-        self.group = Group(tuple(numbers), tuple(Span(each.start, each.stop) for each in spans))
+        self.group = Group(tuple(numbers), tuple(Span(span.start, span.stop) for span in spans))
         ends = all_linked(numbers)
         self.stages = []
         for number, member in zip(numbers, members, strict=True):
@@ -142,12 +149,12 @@ class Regroup:
         self.damaged = list[tuple[int, str]]()
         lost = self.damaged  # not of this object: it would refer to itself, and go later than its last reference
         told = [group.hand_over() for group in old]
-        homes = {each.request.name: new[home(each.request)].group for one in told for each in one.requests}
+        homes = {handed.request.name: new[home(handed.request)].group for one in told for handed in one.requests}
         self._handed, self._taken = {*homes}, set[str]()
-        had = {n: stage.cache for each in old for n, stage in zip(each.group.members, each.stages, strict=True)}
-        gets = {n: stage for each in new for n, stage in zip(each.group.members, each.stages, strict=True)}
+        had = {n: stage.cache for group in old for n, stage in zip(group.group.members, group.stages, strict=True)}
+        gets = {n: stage for group in new for n, stage in zip(group.group.members, group.stages, strict=True)}
         ends = all_linked({**had, **gets})
-        leaders, taken = frozenset(each.leader for each in told), self._taken
+        leaders, taken = frozenset(handed_over.leader for handed_over in told), self._taken
 
         def took(handed: Handed) -> None:
             taken.add(handed.request.name)
@@ -159,7 +166,7 @@ class Regroup:
             leader = gets[homes[name].members[0]].leader
             assert leader is not None
             leader.requests.add(
-                next(each.request for one in told for each in one.requests if each.request.name == name)
+                next(handed.request for one in told for handed in one.requests if handed.request.name == name)
             )
 
         self.parts = {
@@ -187,3 +194,122 @@ class Regroup:
     def cancel(self, request: str) -> None:
         for part in self.parts.values():
             part.cancel(request)
+
+
+PAGE = 65536
+BLOCK = 16  # tokens
+CHUNK = 32  # new tokens of an iteration
+
+
+def install(pages: int = 1024) -> None:
+    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
+
+
+def evenly(layers: int, stages: int) -> list[range]:
+    ends = [layers * n // stages for n in range(stages + 1)]
+    return [range(*bounds) for bounds in itertools.pairwise(ends)]
+
+
+class Told:
+    """What a leader tells: the tokens of every request, that it is over, or its error."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, tuple[int, ...]] = {}
+        self.over: set[str] = set()
+        self.errors: dict[str, Exception] = {}
+
+    def __call__(self, request: Request, error: Exception | None) -> None:
+        assert request.name not in self.over, f"{request.name} was over"
+        if error is not None:
+            self.errors[request.name] = error
+            return
+        before = self.tokens.get(request.name, ())
+        assert request.delivered[:-1] == before, f"{request.name} has lost or repeated a token"
+        self.tokens[request.name] = request.delivered
+        if request.over:
+            self.over.add(request.name)
+
+    def answers(self, requests: Sequence[Request]) -> list[list[int]]:
+        assert not self.errors
+        assert {request.name for request in requests} <= self.over
+        return [list(self.tokens[request.name]) for request in requests]
+
+
+def hollow(model: Any, layers: range) -> Any:
+    """A copy of a model that computes nothing but NaN in all layers but these."""
+    copied = copy.deepcopy(model)
+    for number, layer in enumerate(decoder_layers(copied)):
+        if number not in layers:
+            for parameter in layer.parameters():
+                torch.nn.init.constant_(parameter, torch.nan)
+    return copied
+
+
+class Replicas:
+    """Managed models, each of which is a replica, until it is left."""
+
+    def __init__(self, models: Sequence[Any], **batching: Any) -> None:
+        self._models = models
+        self._batching = {"page_size": BLOCK, **batching}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> list[ReplicaModel]:
+        for model in self._models:
+            self._stack.enter_context(ballonet.manage(model))
+        splices = [self._stack.enter_context(Splice(model)) for model in self._models]
+        return [
+            ReplicaModel(f"r{n}", model, SplicedLayers(splices[n]), GroupSettings.of(model, CHUNK, **self._batching))
+            for n, model in enumerate(self._models)
+        ]
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+def requests(asked: Sequence[Sequence[int]], new: int = 12, sampling: Sampling | None = None) -> list[Request]:
+    """A request for each prompt, named by its number; a seed of its own for each."""
+    made = []
+    for n, ids in enumerate(asked):
+        given = Sampling() if sampling is None else Sampling(n, sampling.temperature, sampling.top_k, sampling.top_p)
+        made.append(Request(f"q{n}", tuple(ids), new, given))
+    return made
+
+
+def answered(
+    model: Any, asked: Sequence[Request], stages: int, *, split: SplitPolicy = split_by_tokens, broken: bool = True
+) -> list[list[int]]:
+    """What a group of copies of a model answers; `broken`: each copy can compute its own span alone."""
+    spans, told = evenly(model.config.num_hidden_layers, stages), Told()
+    models = [hollow(model, layers) if broken else copy.deepcopy(model) for layers in spans]
+    with Replicas(models) as members:
+        group = InProcess(1, members, spans, told, split)
+        for request in asked:
+            group.add(request)
+        group.run()
+        assert all(not follower.held for follower in group.followers)
+    return told.answers(asked)
+
+
+class Desk:
+    """A SupervisorChannel. `said`: what it says; `late`: the same, while the replica waits for something else."""
+
+    def __init__(self) -> None:
+        self.said: deque[Message] = deque()
+        self.late: deque[Message | None] = deque()  # one at each look; None: nothing comes
+        self.heard: list[Message] = []
+        self.posted: list[tuple[Message, ...]] = []  # the same, as they came
+
+    def take(self) -> Message | None:
+        return self.said.popleft() if self.said else None
+
+    def has(self) -> bool:
+        return bool(self.said)
+
+    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
+        if self.late and (came := self.late.popleft()) is not None:
+            self.said.append(came)
+        return any(isinstance(message, kinds) for message in self.said)
+
+    def post(self, *messages: Message) -> None:
+        self.heard += messages
+        self.posted.append(messages)

@@ -1,4 +1,18 @@
-"""Whether a drop is worth it: the predicted time until the queue is drained with it, against that without.
+"""Drops and restores: which groups merge, whether that is worth it, and which layers return (KunServe §4.1, §4.4).
+
+Note [What a drop frees]
+    A group of k holds the model once instead of k times: each merge frees one model, M. But a member that drops layers
+    keeps one slot, as large as the largest layer that it dropped: dropped layers stream through it if the member has
+    to run alone. So a configuration has freed
+
+        merges x M - sum over members of one slot.
+
+    Fig. 6 counts whole models, and so does `drop_plan`. To get R pages net, pass `gross_needed`, which adds what the
+    slots may take.
+
+Note [Fewest instances]
+    The two groups with the fewest members merge, since each further stage costs latency (§4.1, Fig. 5). Each member
+    holds at least one layer, so once the two smallest groups have more members than the model layers, none can merge.
 
 Note [Gate]
     Memory for KV helps where requests wait for memory. Where they wait for their prompts to be computed, a pipeline
@@ -20,18 +34,131 @@ Note [Demand goes on]
     prompts of code eight replicas merged for 0.07 s, and the P99 TTFT was 1.22 times that of the best policy.) So
     requests like the queued ones are assumed to follow for the dwell, and the times to compute all of them are
     compared. The present groups count with their mean, as the dispatcher evens out their loads.
+
+Note [Next needed first]
+    A member of a group has just computed its span, so once alone it next needs the layer after its span, and after the
+    last layer the first. It pulls in that order, M(k - 1)/k in all. In a group each layer has one holder; members of
+    undropped groups hold all. Where no peer answers, or none holds the layer, the layer comes from its backing (host
+    copy or file).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..tuning import DEFAULT
 from ..tuning import Replicas as Tuning
+from .groups import Group, Span, pulled, regroup
+
+# Which groups merge
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlan:
+    """Groups that merge into others, the new ones being `formed`. `pulls`: layers that a member must pull to hold its
+    new span; empty where all spans lie inside the old ones."""
+
+    formed: tuple[Group, ...]
+    pulls: dict[int, tuple[int, ...]]
+
+
+def drop_plan(groups: Iterable[Group], needed: int, pages: Sequence[int]) -> DropPlan:
+    """Merges the two groups with fewest members until `needed` pages are freed or no two can merge. `pages` of each
+    layer. Among groups of equal size the first in `groups` merge first. O(N log N). See Note [Fewest instances]."""
+    model, merges = sum(pages), 0
+    queue: list[tuple[int, int, tuple[Group, ...]]] = [(group.size, n, (group,)) for n, group in enumerate(groups)]
+    heapq.heapify(queue)
+    while len(queue) >= 2 and merges * model < needed:
+        first = heapq.heappop(queue)
+        if first[0] + queue[0][0] > len(pages):
+            heapq.heappush(queue, first)
+            break
+        size, number, parts = queue[0]
+        heapq.heapreplace(queue, (first[0] + size, min(first[1], number), (*first[2], *parts)))
+        merges += 1
+    formed: list[Group] = []
+    pulls: dict[int, tuple[int, ...]] = {}
+    for _, _, parts in sorted(queue, key=lambda entry: entry[1]):
+        if len(parts) > 1:
+            held = {member: span for group in parts for member, span in zip(group.members, group.spans, strict=True)}
+            formed.append(regroup(held, pages))
+            pulls.update(pulled(formed[-1], held))
+    return DropPlan(tuple(formed), pulls)
+
+
+def gross_needed(needed: int, pages: Sequence[int]) -> int | None:
+    """Returns the pages to ask `drop_plan` for, so that at least `needed` are freed net; None where a merge may free
+    nothing. A merge adds at most two slots of the largest layer: in a group that has dropped, all members have such a
+    slot already, but perhaps the one that holds that layer."""
+    model, worst = sum(pages), 2 * max(pages)
+    return None if model <= worst else -(-needed * model // (model - worst))
+
+
+def with_growth(groups: Iterable[Group], needed: int, growth: int, pages: Sequence[int]) -> int | None:
+    """Returns `gross_needed` with the expected `growth` of demand, limited to what lone replicas free as pairs."""
+    gross, more = gross_needed(needed, pages), gross_needed(needed + growth, pages)
+    if gross is None or more is None:
+        return None
+    pairs = sum(not group.is_dropped for group in groups) // 2
+    return max(gross, min(more, pairs * sum(pages)))
+
+
+# Restores
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A layer that a member pulls from the replica `source`, or from its own backing where that is None."""
+
+    member: int
+    layer: int
+    source: int | None
+
+
+def pull_order(span: Span, layers: int) -> tuple[int, ...]:
+    """Returns the layers outside of a span, the one that is needed next first. See Note [Next needed first]."""
+    return (*range(span.end, layers), *range(span.begin))
+
+
+def restore_plan(member: int, held: Span, layers: int, peers: Iterable[Group]) -> tuple[Pull, ...]:
+    """Returns the pulls of a member that holds `held`, each from the first of the `peers`' members with the layer."""
+    sources: Mapping[int, int] = {
+        layer: source
+        for group in reversed([*peers])
+        for source, span in zip(group.members, group.spans, strict=True)
+        if source != member
+        for layer in span.layers
+    }
+    return tuple(Pull(member, layer, sources.get(layer)) for layer in pull_order(held, layers))
+
+
+def group_restore(group: Group) -> dict[int, tuple[Pull, ...]]:
+    """Returns the pulls of all members of a group, each from the others."""
+    return {
+        member: restore_plan(member, span, group.layers, (group,))
+        for member, span in zip(group.members, group.spans, strict=True)
+    }
+
+
+def homes(demands: Mapping[str, int], room: Mapping[int, int]) -> dict[str, int] | None:
+    """Returns the member that each request of a group goes to when the group ends: largest demand first, to the member
+    with most room, both in tokens of KV. None where a request fits none: then the group cannot end."""
+    left, targets = dict(room), {}
+    for request in sorted(demands, key=lambda demand: (-demands[demand], demand)):
+        member = max(left, key=lambda other: (left[other], -other))
+        if left[member] < demands[request]:
+            return None
+        left[member] -= demands[request]
+        targets[request] = member
+    return targets
+
+
+# Whether a drop is worth it
 
 
 class CostModel(Protocol):

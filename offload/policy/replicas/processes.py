@@ -1,4 +1,4 @@
-"""When the supervisor replaces a replica whose process has ended.
+"""The processes of replicas on a machine: whether they fit into its memory, and when a lost one is replaced.
 
 Note [Backoff]
     Replicas of a machine are numbered by rank, and a replacement has the rank of the lost one. It is started at once.
@@ -10,10 +10,32 @@ Note [Backoff]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ....allocator.errors import ConfigError
+from ....allocator.units import format_size
 from ..tuning import DEFAULT
 from ..tuning import Replicas as Tuning
+
+
+def check_fits(replicas: int, nbytes: int, memory: Sequence[tuple[str, int]]) -> None:
+    """Raises ConfigError where a device cannot hold its replicas of `nbytes` bytes. `memory`: (name, bytes) of each
+    device, to which replicas are dealt in turns."""
+    fitting = sum(room // nbytes for _, room in memory)
+    for number, (name, room) in enumerate(memory):
+        count = len(range(number, replicas, len(memory)))
+        if count * nbytes > room:
+            needed = f"{count} of {replicas} replicas" if len(memory) > 1 else f"{replicas} replicas"
+            raise ConfigError(
+                f"{needed} with {format_size(nbytes)} each need {format_size(count * nbytes)} of {name}, which has "
+                f"{format_size(room)}: {f'--replicas {fitting} would fit, or ' if fitting else ''}give a lower --budget"
+            )
+
+
+def share(replicas: int, room: int, page: int) -> int:
+    """Returns the default bytes of each replica, in whole pages, where all share `room`."""
+    return max(page, room // replicas // page * page)
 
 
 @dataclass(slots=True)

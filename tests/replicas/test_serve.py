@@ -1,4 +1,4 @@
-"""`ballonet serve --replicas` as a program: that nothing of it is left at its end."""
+"""`ballonet serve --replicas` as a program: clients get the answers of stock, and nothing of it is left at its end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,60 @@ from pathlib import Path
 
 import pytest
 
+from ballonet.hooks.virtual_replicas.costs import read_costs
 from ballonet.testing import replica_faults
 
-from .fleet import NEEDS_ALL, Asked, drawn, made, post
-from .processes import ENVIRONMENT, free_port, wait
-from .program import Running
+from .fleet import ENVIRONMENT, NEEDS_ALL, Asked, Program, Running, Stock, drawn, free_port, made, post, wait, wait_gone
+
+
+class Measuring(Program):
+    """A program that measures what batches take, and writes it down. Small ones: those are measured soon."""
+
+    def options(self, folder: Path) -> list[str]:
+        return ["--batch-tokens", "48", "--costs", str(folder / "costs.json")]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    measuring = Measuring(tmp_path_factory.mktemp("model"), 2)
+    try:
+        yield measuring
+        assert measuring.end() == 0, measuring.said()
+        wait_gone(measuring.processes())
+    finally:
+        if measuring.process.poll() is None:
+            measuring.kill()
+
+
+def test_measured_costs_are_written_to_the_file(program: Program) -> None:
+    cost, fitted = read_costs(Path(program.model) / "costs.json")
+    assert fitted is None
+    assert cost.batch([(0, 100)]) > cost.gamma > 0
+    assert program.said().count("what a batch takes is predicted within") == 2
+
+
+def test_a_replica_that_is_killed_takes_no_answer_with_it(program: Program) -> None:
+    asked = drawn(24)
+    right = Stock(program.model).answers(asked)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(program.burst, asked)
+        program.wait(lambda: program.figure("ballonet_replica_requests") > 0)
+        os.kill(program.processes()[0], signal.SIGKILL)
+        assert answers.result() == right
+    program.wait(
+        lambda: program.figure("ballonet_replicas_replaced_total") and program.figure("ballonet_replicas ") == 2
+    )
+    assert "SIGKILL; another one is started" in program.said()
+
+
+# Its end
+
 
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 
 
-class Program(Running):
-    """`said`: the file."""
+class OwnSession(Running):
+    """A server in a session of its own. `said`: the file of its lines."""
 
     def __init__(self, model: str, said: Path, *more: str) -> None:
         port = free_port()
@@ -46,18 +89,18 @@ class Program(Running):
 
     def left(self) -> list[int]:
         """Processes of its session, and those of replicas, which have sessions of their own."""
-        found = [int(each) for each in re.findall(r"has joined, process (\d+)", self.said())]
+        processes = [int(process) for process in re.findall(r"has joined, process (\d+)", self.said())]
         session = str(self.process.pid)
-        for each in Path("/proc").glob("[0-9]*/stat"):
+        for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
-                text = each.read_text()
-                environ = (each.parent / "environ").read_bytes()
+                text = stat.read_text()
+                environ = (stat.parent / "environ").read_bytes()
             except OSError:
                 continue
             state, _, _, its = text.rpartition(")")[2].split()[:4]
             if state != "Z" and (its == session or f"{self.model}\0".encode() in environ):
-                found.append(int(each.parent.name))
-        return [each for each in found if Path(f"/proc/{each}").exists() and each != self.process.pid]
+                processes.append(int(stat.parent.name))
+        return [process for process in processes if Path(f"/proc/{process}").exists() and process != self.process.pid]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +109,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
-    program = Program(model, tmp_path / "said", *more)
+def running(model: str, tmp_path: Path, *more: str) -> Iterator[OwnSession]:
+    program = OwnSession(model, tmp_path / "said", *more)
     try:
         yield program
     finally:
@@ -76,7 +119,7 @@ def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
         wait(lambda: not program.left())  # nobody has to end them
 
 
-def begin(asked: Asked, program: Program) -> str:
+def begin(asked: Asked, program: OwnSession) -> str:
     """Returns a client's answer, or how its connection ended."""
     try:
         with post(program.url, program.model, asked) as answer:
@@ -103,9 +146,9 @@ SCENES = [
 @pytest.mark.parametrize(
     ("phase", "number"),
     SCENES,
-    ids=lambda each: each if isinstance(each, str) else signal.Signals(each).name,
+    ids=lambda value: value if isinstance(value, str) else signal.Signals(value).name,
 )
-def test_nothing_is_left(
+def test_server_that_ends_leaves_no_process(
     phase: str, number: signal.Signals, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However it ends, and whenever: no process, and so no page; whoever waits is told."""
@@ -130,8 +173,8 @@ def test_nothing_is_left(
             program.wait(lambda: "layers come home" in program.said())
         program.process.send_signal(number)
         code = program.process.wait()
-        for each in answers:
-            assert each.result()
+        for answer in answers:
+            assert answer.result()
         wait(lambda: not program.left())
         if phase != "as they load" and number is not signal.SIGKILL:
             assert code == 0, program.said()
