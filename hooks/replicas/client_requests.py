@@ -25,11 +25,10 @@ from .recording import Recording
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `came`: when it arrived; `assignment`: counts how often it was given to a group."""
+    """One request. `came`: when it arrived."""
 
     request: Request
     came: float
-    assignment: int = 0
 
 
 class RepeatedOtherwise(RuntimeError):
@@ -57,7 +56,7 @@ class RequestLedger:
     def assign(self, name: str) -> Entry:
         """Counts that a request is given to a group, to be computed after its delivered tokens. KeyError."""
         entry = self._entries[name]
-        entry.assignment += 1
+        entry.request = structs.replace(entry.request, assignment=entry.request.assignment + 1)
         return entry
 
     def entry(self, name: str) -> Entry:
@@ -72,7 +71,7 @@ class RequestLedger:
         has a later assignment. `before`: tokens of the answer before these. RepeatedOtherwise; ValueError where tokens
         in between are missing."""
         entry = self._entries.get(name)
-        if entry is None or entry.assignment != assignment:
+        if entry is None or entry.request.assignment != assignment:
             return ()
         had = entry.request.delivered
         if before > len(had):
@@ -158,7 +157,7 @@ class ClientRequests:
             if name in self._ledger:
                 entry = self._ledger.assign(name)
                 request = structs.replace(entry.request, waited=self._clock() - entry.came)
-                found.append(Start(epoch, request, entry.assignment))
+                found.append(Start(epoch, request))
         return found
 
     def deliver(self, told: Told) -> None:
@@ -171,7 +170,7 @@ class ClientRequests:
             self.fail(told.request, str(error))
             return
         entry = self._ledger.entry(told.request)
-        if told.error is not None and entry.assignment == told.assignment:
+        if told.error is not None and entry.request.assignment == told.assignment:
             self.fail(told.request, told.error)
             return
         if not new:

@@ -32,11 +32,10 @@ from .stage import Stage, WatchedLink
 
 
 class LedRequests:
-    """Keeps the assignment of each request (client_requests.py), and those that came before their epoch began here."""
+    """Starts requests, those that came before their epoch began here as soon as it does, and reports their tokens."""
 
     def __init__(self, supervisor: SupervisorChannel) -> None:
         self._supervisor = supervisor
-        self._assignments: dict[str, int] = {}
         self._early: list[Start] = []
         self._news: list[Told] = []
 
@@ -47,7 +46,6 @@ class LedRequests:
         if start.epoch > epoch or leader is None:
             self._early.append(start)
             return
-        self._assignments[start.request.name] = start.assignment
         try:
             leader.requests.add(start.request)
         except BallonetError as error:
@@ -60,39 +58,21 @@ class LedRequests:
             self.start(each, epoch, leader)
 
     def cancel(self, request: str) -> None:
-        """Forgets a request whose client has gone away."""
-        self._assignments.pop(request, None)
+        """Forgets a request whose client has gone away, if it waits."""
         self._early = [each for each in self._early if each.request.name != request]
-
-    def release_assignment(self, request: str) -> int | None:
-        """Forgets a request that is handed over, and returns its assignment; None: it was cancelled, or has ended."""
-        return self._assignments.pop(request, None)
-
-    def adopt(self, handed: Handed) -> None:
-        """Takes a request from another group."""
-        self._assignments[handed.request.name] = handed.assignment
 
     def add_report(self, request: Request, error: Exception | None) -> None:
         """Queues a report: the request's new token, or why it failed."""
-        assignment = self._assignments.get(request.name)
-        if assignment is None:
-            return
         before = len(request.delivered) - (error is None)
         tokens = request.delivered[before:]
         said = None if error is None else f"{type(error).__name__}: {error}"
-        self._news.append(Told(request.name, assignment, before, tokens, said))
-        if error is not None or request.over:
-            self._assignments.pop(request.name, None)
+        self._news.append(Told(request.name, request.assignment, before, tokens, said))
 
     def send_reports(self) -> None:
         """Sends the queued reports of all requests in one message. SupervisorLost."""
         news, self._news = self._news, []
         if news:
             self._supervisor.post(*news)
-
-    def forget(self) -> None:
-        """Forgets all requests, as the group has ended: the supervisor has them."""
-        self._assignments.clear()
 
 
 class PendingEpoch:
@@ -161,18 +141,14 @@ class PendingEpoch:
         if self.committed:
             self.handed_over += receive_handovers(self.links)
 
-    def hand_over_requests(self, stage: Stage, requests: LedRequests) -> None:
+    def hand_over_requests(self, stage: Stage) -> None:
         """Sends all peers the requests of the old group, of which this replica is the first stage."""
         leader = stage.leader
         assert leader is not None
-        handed = []
-        for name in list(leader.requests.by_name):
-            held = leader.requests.held(name)
-            request = leader.requests.release(name)
-            assignment = requests.release_assignment(name)
-            if assignment is not None:
-                handed.append(Handed(request, held, assignment))
-        told = HandedOver(self._me, stage.group, tuple(handed))
+        requests = leader.requests
+        held = {name: requests.held(name) for name in requests.by_name}
+        handed = tuple(Handed(requests.release(name), tokens) for name, tokens in held.items())
+        told = HandedOver(self._me, stage.group, handed)
         for link in self.links.values():
             link.send(tensor_of(told), "handover", urgent=True)
         self.handed_over.append(told)
@@ -231,9 +207,9 @@ class EpochState:
         self.begin_stage(pending.mine, pending.epoch, pending.links, moves)
         assert self.stage is not None
         old = None if self._old is None else self._old.cache
-        took, most = self._requests.adopt, setup.tuning.piece
+        most = setup.tuning.piece
         self.handover = Handover(
-            setup.me, old, self.stage, pending.new_group_of, self.links, pending.leaders, took, self._damaged, most
+            setup.me, old, self.stage, pending.new_group_of, self.links, pending.leaders, self._damaged, most
         )
         for request in pending.cancelled:
             self.handover.cancel(request)
@@ -277,7 +253,6 @@ class EpochState:
         if (times := self._setup.replica.times) is not None:
             times.set_open_stages(0)
         self.links, self.handover = {}, None
-        self._requests.forget()
         self._old = self.stage = None
 
     def close_links(self, links: Iterable[Link]) -> None:
@@ -297,12 +272,11 @@ class EpochState:
 class EpochChange:
     """Changes the epoch. Used by one thread. `pending`: the next epoch, None while there is none."""
 
-    def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves, requests: LedRequests) -> None:
+    def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves) -> None:
         self.pending: PendingEpoch | None = None
         self._setup = setup
         self._state = state
         self._moves = moves
-        self._requests = requests
 
     @property
     def links(self) -> Mapping[int, Link]:
@@ -366,7 +340,7 @@ class EpochChange:
         if not pending.committed:
             return not pending.reported and self._prepare_step(pending)
         if stage is not None and stage.leader is not None and not stage.leader.plans and stage.drained:
-            pending.hand_over_requests(stage, self._requests)
+            pending.hand_over_requests(stage)
         if not pending.can_enter:
             return False
         self.pending = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -27,8 +27,9 @@ from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
+from ..splice.forms import States
 from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
-from .replica_model import SpanCache, SpanRunner, States
+from .replica_model import StageParts, room_of
 
 _KEY: Final = struct.Struct("<qq")
 _BITS: Final = struct.Struct("<Q")
@@ -79,25 +80,15 @@ class OutOfStep(RuntimeError):
 class Follower:
     """A stage after the first. Used by one thread. `stage`: its number, from 1 on."""
 
-    def __init__(
-        self,
-        epoch: int,
-        stage: int,
-        cache: SpanCache,
-        runner: SpanRunner,
-        before: StageLink,
-        after: StageLink,
-        room: Callable[[], int],
-    ) -> None:
-        """`before`, `after`: links to the neighbouring stages; after the last stage comes the first. `room`: returns
-        the bytes that KV may take beyond the present ones."""
-        self.epoch = epoch
+    def __init__(self, stage: int, parts: StageParts) -> None:
+        assert parts.before is not None
+        assert parts.after is not None
+        self.epoch = parts.epoch
         self.stage = stage
-        self.cache = cache
-        self._runner = runner
-        self._before = before
-        self._after = after
-        self._room = room
+        self.cache = parts.cache
+        self._runner = parts.runner
+        self._before = parts.before
+        self._after = parts.after
         self._number = 0
         self._states: dict[str, RequestState] = {}
         self._sampling: dict[str, Sampling] = {}
@@ -113,7 +104,7 @@ class Follower:
     def room(self) -> int:
         """Tokens for which there is free memory."""
         self.cache.pool.try_to_free_sectors()
-        return int(self._room() / self.cache.token_bytes)
+        return int(room_of(self.cache) / self.cache.token_bytes)
 
     def adopt(self, state: RequestState) -> None:
         """Takes a request whose KV is already in the cache."""

@@ -145,11 +145,10 @@ def _consecutive(layers: list[int]) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A request that is handed over. `held`: its tokens that have KV; `assignment`: see client_requests.py."""
+    """A request that is handed over. `held`: its tokens that have KV."""
 
     request: Request
     held: int
-    assignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +177,13 @@ class Handover:
         home: Callable[[str], Group],
         links: Mapping[int, Link],
         leaders: frozenset[int],
-        took: Callable[[Handed], object],
         damaged: Callable[[int, str], object],
         most: int,
     ) -> None:
         """`old`: the replica's old cache; `stage`: its new stage; `home`: returns the new group of a request;
-        `leaders`: first stages of the old groups, which all send a HandedOver; `took`: called on the new first stage
-        with each request before it goes on; `damaged`: called there with a member whose part of a request's KV was
-        damaged, and the request, once all stages are told to free it; `most`: blocks of a piece."""
+        `leaders`: first stages of the old groups, which all send a HandedOver; `damaged`: called on the new first
+        stage with a member whose part of a request's KV was damaged, and the request, once all stages are told to free
+        it; `most`: blocks of a piece."""
         self.sent = 0
         self._me = me
         self._old = old
@@ -193,7 +191,6 @@ class Handover:
         self._home = home
         self._links = links
         self._awaited = set(leaders)  # old first stages whose HandedOver has not come
-        self._took = took
         self._damaged = damaged
         self._most = most
         self._arrivals = Arrivals(stage.cache)
@@ -335,7 +332,6 @@ class Handover:
             incoming = self._incoming.pop(name)
             request = incoming.handed.request
             if {*incoming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
-                self._took(incoming.handed)
                 leader.adopt(request, incoming.handed.held)
                 continue
             leader.forget(name)
@@ -345,7 +341,6 @@ class Handover:
             if damaged:
                 self._damaged(damaged[0], name)
                 continue
-            self._took(incoming.handed)
             leader.requests.add(request)
         return bool(done)
 

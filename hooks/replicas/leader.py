@@ -29,25 +29,26 @@ from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
+from ..splice.forms import States
 from .follower import OutOfStep, pass_on, sampled
 from .microbatch_plan import (
     Answer,
     Chunk,
     FollowerRoom,
+    FollowerSize,
     Microbatch,
     MicrobatchPlan,
     Passing,
     Request,
     Sampling,
     SplitPolicy,
-    StageLink,
     record_of,
     split_by_tokens,
     split_iteration,
     state_of,
     tensor_of,
 )
-from .replica_model import GroupSettings, SpanCache, SpanRunner, States
+from .replica_model import GroupSettings, SpanCache, StageParts
 
 
 def limited(own: Memory, room: float) -> Memory:
@@ -359,32 +360,25 @@ class Leader:
 
     def __init__(
         self,
-        epoch: int,
-        cache: SpanCache,
-        runner: SpanRunner,
+        parts: StageParts,
         settings: GroupSettings,
         notify: Notify,
-        *,
-        after: StageLink | None = None,
-        last: StageLink | None = None,
-        rooms: tuple[int, ...] = (),
-        most: float = float("inf"),
-        reads: float = float("inf"),
+        followers: Sequence[FollowerSize] = (),
         split: SplitPolicy = split_by_tokens,
     ) -> None:
-        """`notify`: called with each request that got a token, or failed; `after`, `last`: links to the next and the
-        last stage, if there are others; `rooms`: tokens for which each follower has memory; `most`: the least of their
-        rooms if no request ran; `reads`: tokens that every follower can read in a microbatch."""
-        self.epoch = epoch
-        self.cache = cache
+        """`notify`: called with each request that got a token, or failed; `followers`: the other stages, in order."""
+        self.epoch = parts.epoch
+        self.cache = cache = parts.cache
         self.plans = True  # else only microbatches that are planned already are computed
-        self._runner = runner
-        self._after = after
-        self._last = last
+        self._runner = parts.runner
+        self._after = parts.after
+        self._last = parts.before
         self._split = split
-        self._stages = 1 + len(rooms)
-        self._rooms = left = FollowerRoom(rooms)
+        self._stages = 1 + len(followers)
+        self._rooms = left = FollowerRoom([follower.room for follower in followers])
+        most = min((follower.most for follower in followers), default=math.inf)
         self.requests = GroupRequests(cache, settings, self._stages, notify, lambda: left.least, lambda: most)
+        reads = min((follower.reads for follower in followers), default=math.inf)
         self._iterations = Iterations(cache, self.requests, reads)
         self._updates = FollowerUpdates(cache, self.requests)
         self._queue: deque[Microbatch] = deque()  # planned

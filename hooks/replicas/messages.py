@@ -58,8 +58,8 @@ def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
 
 
 class Join(Struct, frozen=True, tag=True):
-    """From a replica: it wants to join, also anew after it was taken for lost. `requests`: what it computed as the
-    first stage of a group, for a supervisor that was started again, and has no other ledger."""
+    """From a replica: it wants to join. `requests`: what it computed as the first stage of a group, for a supervisor
+    that was started again, and has no other ledger."""
 
     fingerprint: Fingerprint
     requests: tuple[Request, ...] = ()
@@ -82,12 +82,10 @@ class JoinRefusal(Struct, frozen=True, tag=True):
 
 
 class Start(Struct, frozen=True, tag=True):
-    """To the first stage of a group: compute a request, after its delivered tokens. `assignment`: counts how often the
-    request was given to a group (client_requests.py)."""
+    """To the first stage of a group: compute a request, after its delivered tokens."""
 
     epoch: int
     request: Request
-    assignment: int
 
 
 class End(Struct, frozen=True, tag=True):
@@ -115,7 +113,7 @@ class Seen(Struct, frozen=True, tag=True):
 class Hello(Struct, frozen=True, tag=True):
     """From a replica that has joined. `process`, `host`: for log lines; `pages`: for layers and KV together; `layers`:
     pages of each; `token`: bytes of a token's KV in all layers; `page`: bytes of a page; `cost`: of chunks on this
-    replica; `rank`: its number among those that the supervisor starts, None where it did not."""
+    replica; `rank`: its number among those that the supervisor starts."""
 
     process: int
     host: str
@@ -124,7 +122,7 @@ class Hello(Struct, frozen=True, tag=True):
     token: int
     page: int
     cost: ChunkCost
-    rank: int | None = None
+    rank: int
 
 
 class Told(Struct, frozen=True, tag=True):
@@ -197,7 +195,7 @@ Message = (
 )
 
 # Messages that end a replica's part in its group, and so its waits there
-ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End, SupervisorRestarted)
+ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, End, SupervisorRestarted)
 # and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
 ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
 

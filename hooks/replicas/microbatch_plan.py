@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec.structs
 import torch
@@ -189,6 +189,15 @@ def split_iteration(
     return found
 
 
+class FollowerSize(NamedTuple):
+    """Tokens of a follower whose stage has begun. `room`: for which it has memory; `most`: the same if no request ran;
+    `reads`: that it can read in a microbatch."""
+
+    room: int
+    most: int
+    reads: int
+
+
 class FollowerRoom:
     """Tokens for which followers have memory: as of the last answer, less those planned since."""
 
@@ -216,7 +225,8 @@ class FollowerRoom:
 class Request(Struct, frozen=True):
     """A request. `prompt`: token ids; `new`: tokens of the answer at most; `ends`: ids that end it; `delivered`: tokens
     of the answer so far. `ttft`, `tpot`: SLOs in seconds, for the first token and for a decoding step; None: no SLO.
-    `waited`: seconds since it arrived, at the time of sending."""
+    `waited`: seconds since it arrived, at the time of sending; `assignment`: counts how often it was given to a group
+    (client_requests.py)."""
 
     name: str
     prompt: tuple[int, ...]
@@ -227,6 +237,7 @@ class Request(Struct, frozen=True):
     ttft: float | None = None
     tpot: float | None = None
     waited: float = 0.0
+    assignment: int = 0
 
     @property
     def ids(self) -> tuple[int, ...]:

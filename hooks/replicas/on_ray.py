@@ -38,7 +38,7 @@ from ...allocator.config import change_environment
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import Replicas
-from .channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
+from .channel import InOrder, Members, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import (
     Ask,
@@ -48,7 +48,6 @@ from .messages import (
     Message,
     NewTokens,
     SupervisorRestarted,
-    Welcome,
     decoded,
     encoded,
 )
@@ -56,7 +55,7 @@ from .microbatch_plan import Request
 from .pair import Store
 from .process import ReplicaOptions, installed, run
 from .ray_node import RayNode
-from .supervisor import Fleet, FleetState, FleetSupervisor, state_of
+from .supervisor import Fleet, FleetState, FleetSupervisor, SupervisorPorts, state_of
 
 if TYPE_CHECKING:
     from .http_frontend import FrontendManager
@@ -242,11 +241,10 @@ class ReplicaActor:
 
 
 class RayProcesses:
-    """The actors of replicas, a channel.Processes. Used by one thread. `cost`: of chunks; None: it is not known."""
+    """The actors of replicas, a channel.Processes. Used by one thread."""
 
     def __init__(self, fleet: Fleet, name: str, wakeup: Wakeup) -> None:
         """`name`: of the supervisor; `wakeup`: notified when one has ended."""
-        self.cost: ChunkCost | None = fleet.cost
         self._fleet = fleet
         self._name = name
         self._wakeup = wakeup
@@ -272,8 +270,7 @@ class RayProcesses:
             )
 
     def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank, or waits for Ray to do so again."""
-        self.cost = cost or self.cost
+        """Starts the replica of a rank, or waits for Ray to do so again. `cost`: it is told when it joins."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         placed = {"num_cpus": 1, "num_gpus": self._fleet.gpus, "scheduling_strategy": strategy}
         more = {"name": f"{self._name} replica {rank}", "get_if_exists": True, "max_concurrency": 4}
@@ -351,14 +348,13 @@ class RayProcesses:
 @dataclass(slots=True)
 class _Caller:
     """A replica or front end that calls the supervisor. `sent`: messages to it that it may not have; `called`: when it
-    asked for news; `member`: the number of a replica, None before it is admitted."""
+    asked for news."""
 
     session: int
     inbox: InOrder = field(default_factory=InOrder)
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)
     number: int = 0
     called: float = 0.0
-    member: int | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -373,8 +369,32 @@ class _Route:
     error: str | None = None
 
 
+class _ActorMembers(Members[str]):
+    """The replicas that call a supervisor, by the names with which they call."""
+
+    def __init__(self, supervisor: SupervisorActor, processes: RayProcesses, *arguments: Any) -> None:
+        """`arguments`: of Members."""
+        super().__init__(*arguments)
+        self._supervisor = supervisor
+        self._processes = processes
+
+    def send(self, sender: str, message: Message) -> None:
+        """Sends a message to a replica, with the answer to its next call."""
+        self._supervisor.send(sender, message)
+
+    def take(self) -> tuple[int, Message] | None:
+        """Removes and returns the next message; None where none has come, or a replica has ended, of which the
+        supervisor has to know first."""
+        return None if self._processes.has_ended else super().take()
+
+    def has(self) -> bool:
+        """Returns whether a message has come, or a replica has ended."""
+        return super().has() or self._processes.has_ended
+
+
 class SupervisorActor:
-    """The supervisor of a fleet. All methods are Ray's calls, on its event loop; the supervisor has a thread."""
+    """The supervisor of a fleet. All `async` methods are Ray's calls, on its event loop; the supervisor has a
+    thread."""
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         """Starts the replicas, or finds those of a supervisor that has ended. `name`: of this actor."""
@@ -382,11 +402,9 @@ class SupervisorActor:
         self._name = name
         self._fleet = fleet
         self._tuning = fleet.options.tuning
-        self._lock = threading.RLock()  # of callers, members and routes
+        self._lock = threading.RLock()  # of callers and routes
         self._callers: dict[str, _Caller] = {}
-        self._members: dict[int, str] = {}
         self._routes: dict[str, _Route] = {}
-        self._received: deque[tuple[int, Message]] = deque()
         self._unsaid: list[str] = []  # lines for the first front end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: str | None = None
@@ -395,9 +413,10 @@ class SupervisorActor:
         self._wakeup = Wakeup()
         host = ray.util.get_node_ip_address()
         self._links = Store.host(host, timeout=self._tuning.store)  # ends with this process
-        self._admission = MemberAdmission(host, self._links.port)
         self._processes = RayProcesses(fleet, name, self._wakeup)
-        self._parts = FleetSupervisor(fleet, self, self._processes, self._wakeup, self._deliver, self._say)
+        self._members = _ActorMembers(self, self._processes, host, self._links.port, self._wakeup, fleet.cost)
+        ports = SupervisorPorts(self._members, self._processes, self._wakeup, self._deliver, self._say)
+        self._parts = FleetSupervisor(fleet, ports)
         self._supervisor = self._parts.supervisor
         threading.Thread(target=self._run, name="ballonet fleet", daemon=True).start()
 
@@ -433,7 +452,7 @@ class SupervisorActor:
         """Waits until a replica serves. Returns why none will, the cost of chunks, and the id of this process."""
         while self._failed is None and not self._supervisor.ready.is_set():
             await asyncio.sleep(self._tuning.retried)
-        return self._failed or self._supervisor.failed, self._parts.cost, os.getpid()
+        return self._failed or self._supervisor.failed, self._supervisor.cost, os.getpid()
 
     async def state(self) -> FleetState:
         """Returns a snapshot of the replicas and their counts."""
@@ -446,24 +465,6 @@ class SupervisorActor:
         while any(caller.sent for caller in self._callers.values()) and time.monotonic() < until:
             await asyncio.sleep(self._tuning.retried)
 
-    # -- the supervisor's channel
-
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message of a replica; None where none has come, or a replica has ended, of which
-        the supervisor has to know first."""
-        return self._received.popleft() if self._received and not self._processes.has_ended else None
-
-    def has(self) -> bool:
-        """Returns whether a message has come, or a replica has ended."""
-        return bool(self._received) or self._processes.has_ended
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to a replica. Nothing where there is no such one."""
-        with self._lock:
-            who = self._members.get(member)
-            if who is not None:
-                self._send(who, message)
-
     # -- on the event loop
 
     def _caller(self, who: str, session: int) -> _Caller:
@@ -471,11 +472,12 @@ class SupervisorActor:
         found = before = self._callers.get(who)
         if found is None or found.session < session:
             found = self._callers[who] = _Caller(session)
+            self._members.leave(who)
             if who.startswith(_FRONT):
                 early = [message for _, packed in before.sent for message in decoded(packed)] if before else []
                 unsaid, self._unsaid = self._unsaid, []
                 for message in [*early, *map(Line, unsaid)]:
-                    self._send(who, message)
+                    self.send(who, message)
         return found if found.session == session else _Caller(session)
 
     def _hear(self, who: str, message: Message) -> None:
@@ -489,22 +491,15 @@ class SupervisorActor:
             case Line():
                 self._say(message.text)
             case Join():
-                self._admit(who, message)
+                self._members.cost = self._supervisor.cost
+                self._members.hear(who, [message])
+                self._resume(message.requests)
             case _:
-                member = self._callers[who].member
-                if member is not None:
-                    self._received.append((member, message))
+                self._members.hear(who, [message])
 
-    def _admit(self, who: str, join: Join) -> None:
-        with self._lock:
-            caller, answer = self._callers[who], self._admission.answer(join.fingerprint)
-            self._members.pop(-1 if caller.member is None else caller.member, None)
-            if isinstance(answer, Welcome):
-                caller.member = answer.member
-                self._members[answer.member] = who
-                answer = Welcome(answer.member, answer.host, answer.links, self._processes.cost)
-            self._send(who, answer)
-        for request in join.requests:
+    def _resume(self, requests: Sequence[Request]) -> None:
+        """Takes requests that a replica of a supervisor that has ended was computing."""
+        for request in requests:
             with self._lock:
                 known = request.name in self._routes
                 if not known:
@@ -520,7 +515,7 @@ class SupervisorActor:
             if route is None:
                 self._routes[name] = _Route(request, front, 0.0, had)
             elif not self._is_gone(route.front) or route.request.prompt != request.prompt:
-                self._send(front, NewTokens(name, had, (), f"a request {name!r} has not ended yet: give another name"))
+                self.send(front, NewTokens(name, had, (), f"a request {name!r} has not ended yet: give another name"))
             else:
                 route.front, route.told = front, had
                 self._tell(route)
@@ -546,7 +541,7 @@ class SupervisorActor:
         if route.front is None:
             return
         told, route.told = route.told, max(route.told, len(request.delivered))
-        self._send(route.front, NewTokens(request.name, told, request.delivered[told:], route.error))
+        self.send(route.front, NewTokens(request.name, told, request.delivered[told:], route.error))
         if request.over or route.error is not None:
             self._routes.pop(request.name, None)
 
@@ -554,14 +549,16 @@ class SupervisorActor:
         with self._lock:
             fronts = [who for who in self._callers if who.startswith(_FRONT)]
             for who in fronts:
-                self._send(who, Line(line))
+                self.send(who, Line(line))
             if not fronts:
                 self._unsaid = [*self._unsaid[-self._tuning.unsaid :], line]
 
-    def _send(self, who: str, message: Message) -> None:
-        caller = self._callers[who]
-        caller.number += 1
-        caller.sent.append((caller.number, encoded(message)))
+    def send(self, who: str, message: Message) -> None:
+        """Sends a message to a replica or front end, on any thread."""
+        with self._lock:
+            caller = self._callers[who]
+            caller.number += 1
+            caller.sent.append((caller.number, encoded(message)))
         if self._loop is not None:
             self._loop.call_soon_threadsafe(caller.news.set)
 

@@ -56,7 +56,6 @@ from .replica_model import (
     Ran,
     ReplicaModel,
     RunsLayers,
-    SplicedLayers,
     StageTimes,
     cache_of,
     marks_of,
@@ -161,11 +160,6 @@ def installed(options: ReplicaOptions) -> Device:
     return devices.require()
 
 
-def serve(options: ReplicaOptions, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
-    """Serves as the replica of a rank until its supervisor ends, see `run`; the pool is put under torch first."""
-    run(options, installed(options), rank, cost, channel)
-
-
 def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
     """Serves as a replica until its supervisor ends. `cost`: of chunks; None: it is measured. ManageError, SpliceError;
     JoinRefused; SupervisorLost before it serves; torch.OutOfMemoryError."""
@@ -174,7 +168,7 @@ def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | No
     handle = managed(model, ManageOptions.of(options.manage))
     try:
         with Splice(model) as splice:
-            runs = SplicedLayers(splice)
+            splice.prove()  # or the replica is refused, before it measures
             batching = dict(options.batching)
             settings = GroupSettings.of(model, batching.pop("max_batch_tokens", tuning.chunk), **batching)
             torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
@@ -182,12 +176,14 @@ def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | No
             fingerprint = fingerprint_of(model, device)
             welcome = channel.join(fingerprint)  # before it measures, as it may be refused
             cost = (
-                cost or welcome.cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
+                cost
+                or welcome.cost
+                or _measured(ReplicaModel(name, model, splice, settings), layers, marks, say, tuning)
             )
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
-            replica = ReplicaModel(name, model, runs, settings, times)
+            replica = ReplicaModel(name, model, splice, settings, times)
             hello = _hello(replica, handle, device, cost, rank)
             channel.serving.set()
             attach = None if options.attach is None else options.attach(Config.from_env())

@@ -128,7 +128,7 @@ class Replica:
         self._requests = LedRequests(setup.supervisor)
         self._state = EpochState(setup, self._requests, self._beat)
         self._moves = LayerMoves(setup, self._beat, self._links)
-        self._change = EpochChange(setup, self._state, self._moves, self._requests)
+        self._change = EpochChange(setup, self._state, self._moves)
         self._counts = CountReport(setup, self._state, self._moves)
         self._ended = False
         self._rejoins: tuple[Request, ...] | None = None
@@ -256,8 +256,6 @@ class Replica:
                 self._moves.begin(message.epoch, message.pulls, links)
             case StartTimeline():
                 self._setup.notes.on = True
-            case actions.Rejoin():
-                self._ended, self._rejoins = True, ()
             case SupervisorRestarted():
                 self._ended, self._rejoins = True, self._led()
             case End():

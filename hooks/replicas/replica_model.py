@@ -42,16 +42,14 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Replicas, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
 from ..forward.lease import GroupLease
-from ..splice.forms import Hidden, Logits
-from ..splice.splice import Splice, SpliceStage
-from .microbatch_plan import Chunk
+from ..splice.forms import States
+from .microbatch_plan import Chunk, StageLink
 
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 
@@ -333,9 +331,6 @@ class SpanCache(ElasticPagedCache):
         return -(-end // size) - -(-start // size)
 
 
-States = tuple[torch.Tensor, ...]  # passed between two layers, hidden states [1, tokens, width] first
-
-
 class RunsLayers(Protocol):
     """Runs some layers of a model."""
 
@@ -398,30 +393,6 @@ def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:
     return FutureRequestState(state, chunk.samples, {}, len(chunk.ids))
 
 
-class SplicedLayers:
-    """Runs layers of the model of a Splice, whose span it sets.
-
-    To be made before `GroupSettings.of` sets paged attention: the proof that the layers can run in parts calls the
-    whole model without a paged cache.
-    """
-
-    def __init__(self, splice: Splice) -> None:
-        """Raises SpliceError where the model cannot run in parts."""
-        if len(splice.layers) > 1:
-            before, splice.span = splice.span, Span(0, 1)
-            splice.span = before
-        self.splice = splice
-        self._stage = SpliceStage(splice)
-
-    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
-        """Runs these layers, see span_runner.RunsLayers. SpliceError, and what the model raises."""
-        span = Span(layers.start, layers.stop)
-        if self.splice.span != span:
-            self.splice.span = span
-        found = self._stage.run(inputs, None if given is None else Hidden(given))
-        return (found.logits,) if isinstance(found, Logits) else found.tensors
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
     """A managed model. `runs`: runs some of its layers; `times`: measures microbatches; None: they are not measured."""
@@ -431,6 +402,18 @@ class ReplicaModel:
     runs: RunsLayers
     settings: GroupSettings
     times: StageTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What a stage of a group works with. `before`, `after`: links to the neighbouring stages; after the last one comes
+    the first. None: there is no other stage."""
+
+    epoch: int
+    cache: SpanCache
+    runner: SpanRunner
+    before: StageLink | None
+    after: StageLink | None
 
 
 def cache_of(member: ReplicaModel, layers: range) -> SpanCache:

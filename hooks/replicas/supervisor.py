@@ -24,12 +24,12 @@ from ...offload.policy.replicas.cluster import Cluster
 from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Entry, Note, Setup, decide
 from ...offload.policy.replicas.demand import KVSize
-from ...offload.policy.replicas.events import Event, Reason
+from ...offload.policy.replicas.events import Event
 from ...offload.policy.replicas.replacements import Replacements
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
-from .channel import Processes, ReplicaChannel, ReplicaSink, Wakeup
+from .channel import Processes, ReplicaChannel, Wakeup
 from .client_requests import ClientRequests
 from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
 from .microbatch_plan import Request
@@ -107,25 +107,31 @@ def state_of(
     )
 
 
-class Ranks:
-    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
+@dataclass(frozen=True, slots=True)
+class SupervisorPorts:
+    """What a supervisor reaches. `notify_client`: called on its thread with a request after each token, and with an
+    error message when it failed; `say`: prints a line; `clock`: in seconds."""
 
-    def __init__(
-        self,
-        count: int,
-        processes: Processes,
-        cost: ChunkCost | None,
-        clock: Callable[[], float],
-        say: Callable[[str], object],
-        tuning: Replicas,
-    ) -> None:
-        """`count`: of ranks; `cost`: of chunks; None: the first replicas measure it. `say`: prints a line."""
+    replicas: ReplicaChannel
+    processes: Processes
+    wakeup: Wakeup
+    notify_client: Callable[[Request, str | None], object]
+    say: Callable[[str], object]
+    clock: Callable[[], float] = time.monotonic
+
+
+class Ranks:
+    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far; `cost`: of chunks,
+    None while it is not known."""
+
+    def __init__(self, count: int, ports: SupervisorPorts, cost: ChunkCost | None, tuning: Replicas) -> None:
+        """`count`: of ranks; `cost`: None: the first replicas measure it."""
         self.replaced = 0
+        self.cost = cost
         self._ranks = range(count)
-        self._processes = processes
-        self._cost = cost
-        self._clock = clock
-        self._say = say
+        self._processes = ports.processes
+        self._clock = ports.clock
+        self._say = ports.say
         self._replacements = Replacements(count, tuning)
         self._members: dict[int, int] = {}  # by rank
 
@@ -137,14 +143,14 @@ class Ranks:
     def start(self) -> None:
         """Starts the replicas of all ranks. OSError where a process cannot be started."""
         for rank in self._ranks:
-            self._processes.start(rank, self._cost)
+            self._processes.start(rank, self.cost)
 
     def joined(self, rank: int, member: int, cost: ChunkCost) -> bool:
         """Notes that the replica of a rank has joined as a member, with its cost of chunks. False where that cannot be:
         no process of the rank runs, or its replica has joined already."""
         if not self._replacements.joined(rank, self._clock()):
             return False
-        self._cost = self._cost or cost
+        self.cost = self.cost or cost
         self._members[rank] = member
         return True
 
@@ -156,16 +162,15 @@ class Ranks:
         for rank in self._replacements.due(self._clock()):
             self.replaced += 1
             try:
-                self._processes.start(rank, self._cost)
+                self._processes.start(rank, self.cost)
             except OSError as error:
                 yield self._gone(rank, f"it could not be started: {error}")
 
-    def end(self, member: int) -> bool:
-        """Kills the process of a member. False where there is none."""
-        ranks = [rank for rank, its in self._members.items() if its == member]
-        for rank in ranks:
-            self._processes.end(rank)
-        return bool(ranks)
+    def end(self, member: int) -> None:
+        """Kills the process of a member, if there is one."""
+        for rank, its in self._members.items():
+            if its == member:
+                self._processes.end(rank)
 
     def end_starting(self) -> None:
         """Kills the processes of replicas that have not joined, and so cannot be sent a message."""
@@ -189,21 +194,20 @@ class ActionPerformer:
 
     def __init__(
         self,
-        replicas: ReplicaSink,
+        ports: SupervisorPorts,
         clients: ClientRequests,
         ranks: Ranks,
         ready: threading.Event,
-        say: Callable[[str], object],
         recording: Recording | None,
     ) -> None:
-        """`ready`: is set once a replica serves; `say`: prints a line."""
+        """`ready`: is set once a replica serves."""
         self.counts: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
-        self._replicas = replicas
+        self._replicas = ports.replicas
         self._clients = clients
         self._ranks = ranks
         self._ready = ready
-        self._say = say
+        self._say = ports.say
         self._recording = recording
         self._drops: dict[int, bool] = {}  # by epoch in preparation: does it drop layers?
         self._prepared: set[int] = set()  # members of the epoch in preparation
@@ -245,20 +249,16 @@ class ActionPerformer:
                 self._fence(action)
             case actions.Decline():
                 self.declined[action.reason.value] += 1
-            case actions.Rejoin():
-                self._replicas.post(action.member, action)
             case actions.Hold():
                 pass  # the request waits in the controller
 
     def _fence(self, action: actions.Fence) -> None:
-        """Kills a process of this machine. A replica of another machine may only be paused: if it resumes, it joins
-        anew."""
-        ended = self._ranks.end(action.member)
-        ends = ended or action.reason is Reason.FILE_CHANGED
-        what = f"replica {action.member} is {'ended' if ends else 'shut out until it joins anew'}"
+        """Kills the process of a replica. One that cannot be reached now ends when it reads the message."""
+        self._ranks.end(action.member)
+        what = f"replica {action.member} is ended"
         self._mark(what)
         self._say(f"{what}: {action.reason.value}")
-        self._replicas.post(action.member, End() if ends else actions.Rejoin(action.member))
+        self._replicas.post(action.member, End())
 
     def _committed(self, action: actions.Commit, cluster: Cluster) -> None:
         drops = self._drops.pop(action.epoch, True)
@@ -291,35 +291,28 @@ class Supervisor:
 
     def __init__(
         self,
-        make: Callable[[Hello], Controller],
-        replicas: ReplicaChannel,
-        processes: Processes,
-        wakeup: Wakeup,
-        clock: Callable[[], float],
-        notify_client: Callable[[Request, str | None], object],
-        say: Callable[[str], object],
-        ranks: int = 0,
+        ports: SupervisorPorts,
+        ranks: int,
         cost: ChunkCost | None = None,
         tuning: Replicas = DEFAULT.replicas,
         note: Note = lambda entry: None,
         recording: Recording | None = None,
+        replacing: Replicas | None = None,
     ) -> None:
-        """`make`: makes the controller, from the first replica's Hello; `notify_client`: called on the supervisor's
-        thread with a request after each token, and with an error message when it failed; `say`: prints a line; `ranks`:
-        number of replicas to start and to replace; `cost`: of chunks; None: the first replicas measure it; `note`:
-        called with each decision of the controller; `recording`: of a timeline."""
+        """`ranks`: number of replicas to start and to replace; `cost`: of chunks; None: the first replicas measure it;
+        `note`: called with each decision of the controller; `recording`: of a timeline; `replacing`: tuning of
+        replacements, where it is another one."""
         self.ready = threading.Event()  # a replica serves, or none ever will
-        self._make = make
         self._controller: Controller | None = None
-        self._replicas = replicas
-        self._wakeup = wakeup
-        self._clock = clock
-        self._say = say
+        self._replicas = ports.replicas
+        self._wakeup = ports.wakeup
+        self._clock = ports.clock
+        self._say = ports.say
         self._tuning = tuning
         self._note = note
-        self._clients = ClientRequests(clock, notify_client, self._on, recording)
-        self._ranks = Ranks(ranks, processes, cost, clock, say, tuning)
-        self._actions = ActionPerformer(replicas, self._clients, self._ranks, self.ready, say, recording)
+        self._clients = ClientRequests(ports.clock, ports.notify_client, self._on, recording)
+        self._ranks = Ranks(ranks, ports, cost, replacing or tuning)
+        self._actions = ActionPerformer(ports, self._clients, self._ranks, self.ready, recording)
         self._hello: Hello | None = None
         self._counted: dict[int, Counted] = {}
         self._recording = recording
@@ -382,6 +375,11 @@ class Supervisor:
         return self._failed
 
     @property
+    def cost(self) -> ChunkCost | None:
+        """The cost of chunks; None where it is not known yet."""
+        return self._ranks.cost
+
+    @property
     def waiting(self) -> int:
         """Number of requests that wait for their first token."""
         return len(self._clients.waiting)
@@ -437,12 +435,12 @@ class Supervisor:
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
             self._replicas.post(member, End())
             return
-        if hello.rank is not None and not self._ranks.joined(hello.rank, member, hello.cost):
+        if not self._ranks.joined(hello.rank, member, hello.cost):
             self._say(f"replica {member} is ended: no process of rank {hello.rank} runs that could have joined")
             self._replicas.post(member, End())
             return
         if self._controller is None:
-            self._controller = self._make(hello)
+            self._controller = controller_of(hello, self._tuning, self._note)
         self._failed = None
         self._say(f"replica {member} has joined, process {hello.process} on {hello.host}")
         if self._recording is not None:
@@ -531,41 +529,18 @@ class Fleet:
 
 
 class FleetSupervisor:
-    """The supervisor of a fleet, with what it writes down. Call `close` at the end. `cost`: of chunks, None until a
-    replica has joined."""
+    """The supervisor of a fleet, with what it writes down. Call `close` at the end."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        replicas: ReplicaChannel,
-        processes: Processes,
-        wakeup: Wakeup,
-        notify_client: Callable[[Request, str | None], object],
-        say: Callable[[str], object],
-    ) -> None:
-        """The arguments are those of Supervisor. ManageError, ConfigError where a file cannot be written."""
+    def __init__(self, fleet: Fleet, ports: SupervisorPorts) -> None:
+        """ManageError, ConfigError where a file cannot be written."""
         if fleet.timeline is not None:
             check(fleet.timeline)
-        self.cost = fleet.cost
         self._timeline = fleet.timeline
-        self._say = say
-        self._tuning = tuning = fleet.options.tuning
-        self._recording = None if fleet.timeline is None else Recording(time.monotonic)
-        self._log = None if fleet.log is None else DecisionFile(fleet.log, say, tuning.log_bytes)
-        self.supervisor = Supervisor(
-            self._controller,
-            replicas,
-            processes,
-            wakeup,
-            time.monotonic,
-            notify_client,
-            say,
-            fleet.replicas,
-            fleet.cost,
-            tuning,
-            self._note,
-            self._recording,
-        )
+        self._say = ports.say
+        tuning = fleet.options.tuning
+        self._recording = None if fleet.timeline is None else Recording(ports.clock)
+        self._log = None if fleet.log is None else DecisionFile(fleet.log, ports.say, tuning.log_bytes)
+        self.supervisor = Supervisor(ports, fleet.replicas, fleet.cost, tuning, self._note, self._recording)
 
     def close(self, end_processes: Callable[[], object]) -> None:
         """Ends all requests, the replicas and the supervisor. `end_processes`: waits for the processes. Idempotent."""
@@ -578,10 +553,6 @@ class FleetSupervisor:
             self._say(f"the timeline is in {path}")
         if self._log is not None:
             self._log.close()
-
-    def _controller(self, hello: Hello) -> Controller:
-        self.cost = hello.cost
-        return controller_of(hello, self._tuning, self._note)
 
     def _note(self, entry: Entry) -> None:
         if self._log is not None:

@@ -12,7 +12,7 @@ import torch
 
 import ballonet
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling, SplitPolicy, split_by_tokens
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
 
@@ -80,7 +80,7 @@ class Replicas:
             self._stack.enter_context(ballonet.manage(model))
         splices = [self._stack.enter_context(Splice(model)) for model in self._models]
         return [
-            ReplicaModel(f"r{n}", model, SplicedLayers(splices[n]), GroupSettings.of(model, CHUNK, **self._batching))
+            ReplicaModel(f"r{n}", model, splices[n], GroupSettings.of(model, CHUNK, **self._batching))
             for n, model in enumerate(self._models)
         ]
 

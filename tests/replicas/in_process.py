@@ -128,7 +128,7 @@ class InProcess:
         self.drain()
         leader = self.leader
         held = {name: leader.requests.held(name) for name in leader.requests.by_name}
-        handed = tuple(Handed(leader.requests.release(name), tokens, 0) for name, tokens in held.items())
+        handed = tuple(Handed(leader.requests.release(name), tokens) for name, tokens in held.items())
         return HandedOver(self.group.members[0], self.group, handed)
 
 
@@ -147,15 +147,12 @@ class Regroup:
         had = {n: stage.cache for each in old for n, stage in zip(each.group.members, each.stages, strict=True)}
         gets = {n: stage for each in new for n, stage in zip(each.group.members, each.stages, strict=True)}
         ends = all_linked({**had, **gets})
-        leaders, taken = frozenset(each.leader for each in told), self._taken
-
-        def took(handed: Handed) -> None:
-            taken.add(handed.request.name)
+        leaders = frozenset(each.leader for each in told)
+        self._leaders = [stage.leader for stage in gets.values() if stage.leader is not None]
 
         def damaged(member: int, name: str) -> None:
             """Computes a damaged request anew where it is, as the supervisor would."""
             lost.append((member, name))
-            taken.add(name)
             leader = gets[homes[name].members[0]].leader
             assert leader is not None
             leader.requests.add(
@@ -163,7 +160,7 @@ class Regroup:
             )
 
         self.parts = {
-            n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, took, damaged, most)
+            n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, damaged, most)
             for n, stage in gets.items()
         }
         for part in self.parts.values():
@@ -177,7 +174,9 @@ class Regroup:
 
     def step(self) -> bool:
         """Each replica sends a piece and takes in what has come. False once all is done."""
-        return sum(part.step() for part in self.parts.values()) > 0
+        happened = sum(part.step() for part in self.parts.values()) > 0
+        self._taken.update(name for leader in self._leaders for name in leader.requests.by_name)
+        return happened
 
     def run(self) -> None:
         while self.step():

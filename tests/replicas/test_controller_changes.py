@@ -13,7 +13,6 @@ from ballonet.offload.policy.replicas.actions import (
     Prepare,
     Recompute,
     Refuse,
-    Rejoin,
     StartRestore,
 )
 from ballonet.offload.policy.replicas.events import (
@@ -127,7 +126,7 @@ def test_what_was_said_in_an_old_epoch_changes_nothing() -> None:
         assert load is not None
         assert load.pending == 0
     assert played.groups() == PAIRS
-    assert played.tell(Load, 77, epoch, 0, 0, 0, 1) == [Rejoin(77)]
+    assert played.tell(Load, 77, epoch, 0, 0, 0, 1) == []
 
 
 def test_an_exchange_that_does_not_end_dissolves_its_group() -> None:

@@ -12,14 +12,12 @@ from msgspec.structs import replace
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.replicas.messages import Hello
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.recording import DecisionFile, read_decisions
-from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.replicas.supervisor import Supervisor, SupervisorPorts
 from ballonet.hooks.virtual_replicas.run import run
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Dispatch, Fence, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, replayed, to_line
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.drop_gate import Verdict
@@ -145,25 +143,13 @@ def test_a_log_begins_with_a_setup_and_is_of_one_controller() -> None:
 def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
     log: list[Entry] = []
     replicas = Played()
-    setup = Setup((10, 10, 10, 10), KVSize(64, 4096), ChunkCost(1e-9, 1e-5, 1e-3), DEFAULT.replicas, 0.0)
-
-    def make(first: Hello) -> Controller:
-        log.append(setup)
-        return setup.controller()
-
-    supervisor = Supervisor(
-        make,
-        replicas,
-        replicas,
-        replicas.wakeup,
-        lambda: 7.0,
-        lambda request, error: None,
-        lambda line: None,
-        note=log.append,
+    ports = SupervisorPorts(
+        replicas, replicas, replicas.wakeup, lambda request, error: None, lambda line: None, lambda: 7.0
     )
+    supervisor = Supervisor(ports, 1, note=log.append)
     supervisor.start()
     try:
-        replicas.says(0, hello(None))
+        replicas.says(0, hello(0))
         supervisor.ready.wait()
         assert supervisor.submit(Request("a", (1, 2), 3)) is None
         wait(lambda: any(isinstance(each, Decision) and each.event == Arrived(7.0, "a", 2, 3) for each in tuple(log)))

@@ -16,7 +16,7 @@ from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas import leader
 from ballonet.hooks.replicas.microbatch_plan import Answer
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 
 from ..models import build
@@ -81,7 +81,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]
     splices = [Splice(each) for each in models]
     members = [
-        ReplicaModel(f"r{n}", each, SplicedLayers(splices[n]), GroupSettings.of(each, CHUNK, page_size=BLOCK))
+        ReplicaModel(f"r{n}", each, splices[n], GroupSettings.of(each, CHUNK, page_size=BLOCK))
         for n, each in enumerate(models)
     ]
     group = InProcess(1, members, spans, told)

@@ -19,13 +19,13 @@ from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import LinkState
-from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.messages import Counted, End, Message, Start, SupervisorRestarted, Told
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica import Replica
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import events
-from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
+from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, StartRestore
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 from ballonet.offload.policy.replicas.heartbeat import Heartbeat
 from ballonet.offload.policy.replicas.restore_plan import Pull
@@ -181,7 +181,7 @@ class Loops:
         return [[each for each in desk.heard if isinstance(each, Counted)][-1] for desk in self.desks]
 
     def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:
-        self.tell(member, *(Start(epoch, each, assignment) for each in asked))
+        self.tell(member, *(Start(epoch, replace(request, assignment=assignment)) for request in asked))
 
     def answers(self, asked: list[Request]) -> list[list[int]]:
         """What was told of them, once they are over: each token once, in order."""
@@ -234,7 +234,7 @@ def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
     with ExitStack() as stack:
         held = [HeldLayers(stack.enter_context(ballonet.manage(each))) for each in models]
         members = [
-            ReplicaModel(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
+            ReplicaModel(f"r{n}", each, stack.enter_context(Splice(each)), settings_of(each))
             for n, each in enumerate(models)
         ]
         found = Loops(members, held)
@@ -378,7 +378,7 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
     loops.drop(3)
     loops.ask(0, 3, *asked)
     loops.step(6)
-    loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
+    loops.tell(1, SupervisorRestarted(), Start(3, asked[0]))
     assert loops.loops[1].run() == ()
     assert loops.loops[1]._state.stage is None
     assert loops.loops[1]._state.links == {}
@@ -526,10 +526,9 @@ def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loo
     leader = loops.loops[0]._state.leader
     assert leader is not None
     assert {*leader.requests.by_name} == {each.name for each in asked} - {"q1"}
-    assert {*loops.loops[0]._requests._assignments} == {*leader.requests.by_name}
     loops.tell(0, *(Cancel(each.name, 3, (0, 1)) for each in asked))
     loops.step(20)
-    assert not loops.loops[0]._requests._assignments
+    assert not leader.requests.by_name
     stage = loops.loops[1]._state.stage
     assert stage is not None
     assert stage.follower is not None

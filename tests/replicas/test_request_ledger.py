@@ -31,8 +31,8 @@ from ballonet.offload.policy.replicas.restore_plan import Pull
 REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), (4,))
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
 MESSAGES: list[Message] = [
-    Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
-    Start(3, REQUEST, 2),
+    Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3)), 0),
+    Start(3, REQUEST),
     Told("a", 2, 1, (4, 5), "a reason"),
     Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0"), (REQUEST,)),
     Welcome(3, "here", 29400, ChunkCost(1e-9, 1e-5, 1e-3)),
@@ -74,7 +74,7 @@ def test_a_request_is_there_once() -> None:
 def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
-    first, second = ledger.assign("a").assignment, ledger.assign("a").assignment
+    first, second = (ledger.assign("a").request.assignment for _ in range(2))
     assert ledger.deliver("a", first, 0, (5,)) == ()
     assert ledger.deliver("a", second, 0, (5,)) == (5,)
     assert ledger.deliver("b", second, 0, (5,)) == ()
@@ -83,7 +83,7 @@ def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
 def test_what_is_computed_again_has_to_be_the_same() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
-    assignment = ledger.assign("a").assignment
+    assignment = ledger.assign("a").request.assignment
     assert ledger.deliver("a", assignment, 0, (5, 6)) == (5, 6)
     with pytest.raises(RepeatedOtherwise):
         ledger.deliver("a", assignment, 1, (7,))
@@ -99,6 +99,8 @@ def test_clients_get_each_token_once(answer: list[int], reports: list[tuple[int,
     got: list[int] = []
     for begin, count in reports:
         before = min(begin, len(got))  # none is missing
-        got += ledger.deliver("a", ledger.assign("a").assignment, before, tuple(answer[before : before + count]))
+        got += ledger.deliver(
+            "a", ledger.assign("a").request.assignment, before, tuple(answer[before : before + count])
+        )
     assert got == answer[: len(got)]
     assert ledger.entry("a").request.delivered == tuple(got)

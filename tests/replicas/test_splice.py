@@ -15,14 +15,14 @@ import torch
 import ballonet
 from ballonet import SpliceError
 from ballonet.hooks.splice import splice as splicing
-from ballonet.hooks.splice.forms import Hidden, Logits, record
-from ballonet.hooks.splice.splice import Splice, SpliceStage
+from ballonet.hooks.splice.forms import record
+from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
 from ..models import build, prompts
 from ..portrait import Portrait
-from .parts import Pipeline, cuts, in_one, in_parts, steps
+from .parts import Whole, cuts, in_one, in_parts, steps, through
 
 INPUTS = {**prompts(2, 7), "use_cache": True}
 
@@ -58,7 +58,7 @@ def test_the_model_is_put_back_exactly(model: Any) -> None:
     with pytest.raises(SpliceError, match="closed"):
         splice.span = Span(0, 1)
     with pytest.raises(SpliceError, match="closed"):
-        SpliceStage(splice).run(INPUTS)
+        splice.run(INPUTS)
     assert hooks(model) == before
 
 
@@ -91,32 +91,28 @@ def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
 
 def test_what_is_asked_of_a_part_is_checked(model: Any) -> None:
     with Splice(model) as splice:
-        stage = SpliceStage(splice)
-        whole = stage.run(INPUTS)
-        assert isinstance(whole, Logits)
+        whole = splice.run(INPUTS)
         splice.span = Span(0, 2)
         with pytest.raises(SpliceError, match="given what layer -1 sends, or nothing"):
-            stage.run(INPUTS, Hidden(()))
+            splice.run(INPUTS, ())
         with pytest.raises(SpliceError, match="output_hidden_states"):
-            stage.run({**INPUTS, "output_hidden_states": True})
+            splice.run({**INPUTS, "output_hidden_states": True})
         with pytest.raises(SpliceError, match=r"only layers \[0, 2\)"):
             model(**INPUTS)
-        sent = stage.run(INPUTS)
-        assert isinstance(sent, Hidden)
-        assert splice.travels(2) == (("args", 0),)
+        sent = splice.run(INPUTS)
+        assert len(sent) == 1
         splice.span = Span(2, 4)
         with pytest.raises(SpliceError, match="are given what layer 1 sends"):
-            stage.run(INPUTS)
+            splice.run(INPUTS)
         with pytest.raises(SpliceError, match=r"only layers \[2, 4\)"):
             model(**INPUTS)
         with pytest.raises(SpliceError, match="all stages of a forward are called with the same tokens"):
-            stage.run(INPUTS, Hidden((sent.tensors[0][:, 1:],)))
+            splice.run(INPUTS, (sent[0][:, 1:],))
         with pytest.raises(SpliceError, match="is given 2 tensors"):
-            stage.run(INPUTS, Hidden(sent.tensors * 2))
-        found = stage.run(INPUTS, sent)
-        assert isinstance(found, Logits)
-        assert torch.equal(found.logits, whole.logits)
-        assert not found.logits.requires_grad
+            splice.run(INPUTS, sent * 2)
+        (logits,) = splice.run(INPUTS, sent)
+        assert torch.equal(logits, whole[0])
+        assert not logits.requires_grad
 
 
 def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
@@ -128,7 +124,7 @@ def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
 
         handle = model.model.layers[1].register_forward_hook(change)
         with pytest.raises(SpliceError, match="a forward runs"):
-            SpliceStage(splice).run(INPUTS)
+            splice.run(INPUTS)
         handle.remove()
         assert splice.span == Span(0, 2)
         splice.span = Span(0, 1)
@@ -162,17 +158,14 @@ def test_a_forward_that_raises_leaves_nothing_behind(model: Any, where: int, kin
             splice.span = span
             if where in span:
                 with pytest.raises(kind, match="on purpose"):
-                    SpliceStage(splice).run(INPUTS, given)
+                    splice.run(INPUTS, given)
                 break
-            found = SpliceStage(splice).run(INPUTS, given)
-            assert isinstance(found, Hidden)
-            given = found
+            given = splice.run(INPUTS, given)
         handle.remove()
         with pytest.raises(SpliceError, match="only layers"):
             model(**INPUTS)
         splice.span = splice.whole
-        pipeline = Pipeline([splice])
-        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(asked, expected, strict=True))
+        assert all(map(torch.equal, in_one(model, asked), expected))
     assert all(map(torch.equal, in_parts(model, spans, asked), expected))
 
 
@@ -198,8 +191,11 @@ def test_two_threads_run_a_stage(model: Any) -> None:
 
     def work(name: str) -> None:
         for _ in range(10):
-            pipeline = Pipeline(splices)
-            found[name] = [pipeline.run(step) for step in asked[name]]
+            whole = Whole(model)
+            found[name] = []
+            for step in asked[name]:
+                whole.run(step)
+                found[name].append(through(splices, step, whole.before))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in asked]
     for each in threads:

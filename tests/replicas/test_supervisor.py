@@ -12,18 +12,16 @@ import pytest
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
 from ballonet.hooks.replicas.microbatch_plan import Request
-from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.replicas.supervisor import Supervisor, SupervisorPorts
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.controller import Controller
-from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.tuning import DEFAULT
 
 COST = ChunkCost(1e-9, 1e-5, 1e-3)
 LAYERS = (10, 10, 10, 10)
 
 
-def hello(rank: int | None, page: int = 4096) -> Hello:
+def hello(rank: int, page: int = 4096) -> Hello:
     return Hello(1000, "here", 100, LAYERS, 64, page, COST, rank)
 
 
@@ -80,20 +78,15 @@ class Scene:
         self.replicas = Played()
         self.told: list[tuple[Request, str | None]] = []
         self.now = 0.0
-
-        def make(first: Hello) -> Controller:
-            return Controller(first.layers, KVSize(first.token, first.page), first.cost)
-
-        self.supervisor = Supervisor(
-            make,
+        ports = SupervisorPorts(
             self.replicas,
             self.replicas,
             self.replicas.wakeup,
-            lambda: self.now,
             lambda request, error: self.told.append((request, error)),
             lambda line: None,
-            ranks=2,
+            lambda: self.now,
         )
+        self.supervisor = Supervisor(ports, 2)
         self.supervisor.start()
 
     def begins(self) -> Start:
@@ -125,7 +118,7 @@ def scene() -> Iterator[Scene]:
 def test_a_request_has_its_tokens(scene: Scene) -> None:
     start = scene.begins()
     for before in range(3):
-        scene.replicas.says(scene.member, Told("a", start.assignment, before, (7 + before,)))
+        scene.replicas.says(scene.member, Told("a", start.request.assignment, before, (7 + before,)))
     wait(lambda: len(scene.told) == 3)
     assert [(request.delivered, request.over, error) for request, error in scene.told] == [
         ((7,), False, None),
@@ -137,13 +130,17 @@ def test_a_request_has_its_tokens(scene: Scene) -> None:
 
 def test_what_a_lost_replica_had_is_computed_again_by_another(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
     wait(lambda: scene.told)
     scene.replicas.ends(scene.member)
     (_, _), (member, again) = scene.replicas.hears(Start, 2)
-    assert (member, again.assignment, again.request.delivered) == (1 - scene.member, start.assignment + 1, (7,))
-    scene.replicas.says(scene.member, Told("a", start.assignment, 1, (6,)))  # on its way when it ended
-    scene.replicas.says(member, Told("a", again.assignment, 1, (8,)))
+    assert (member, again.request.assignment, again.request.delivered) == (
+        1 - scene.member,
+        start.request.assignment + 1,
+        (7,),
+    )
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 1, (6,)))  # on its way when it ended
+    scene.replicas.says(member, Told("a", again.request.assignment, 1, (8,)))
     wait(lambda: len(scene.told) == 2)
     assert scene.told[-1][0].delivered == (7, 8)
     assert scene.supervisor.state().recomputed == 1
@@ -175,7 +172,7 @@ def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> No
 
 def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
     wait(lambda: scene.told)
     scene.replicas.ends(0)
     scene.replicas.ends(1)
@@ -205,9 +202,6 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
     scene.supervisor._clients.submit(Request("late", (1,), 1))  # who had asked whether it fails before it did
     wait(lambda: "late" in [request.name for request, _ in scene.told])
     assert scene.supervisor.waiting == 0
-    scene.replicas.says(2, hello(None))
-    scene.replicas.hears(actions.Alone, 3)
-    assert scene.supervisor.submit(Request("b", (1,), 1)) is None
 
 
 def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
@@ -246,16 +240,10 @@ def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pyt
     assert scene.supervisor.waiting == 0
 
 
-def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:
-    scene.begins()
-    scene.replicas.says(7, events.Load(0.0, 7, 1, 0, 50, 0, 1))
-    assert scene.replicas.hears(actions.Rejoin) == [(7, actions.Rejoin(7))]
-
-
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (8,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (8,)))
     wait(lambda: len(scene.told) == 2)
     assert "with other tokens" in str(scene.told[-1][1])
 
@@ -285,29 +273,9 @@ def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
     assert scene.replicas.hears(Start, 2)[1][0] == 1 - scene.member
 
 
-def test_one_of_another_machine_that_stands_still_may_join_anew(scene: Scene) -> None:
-    scene.begins()
-    scene.replicas.says(2, hello(None))
-    scene.replicas.hears(actions.Alone, 3)
-    count = 0
-    for member in (0, 1, 2):
-        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
-    wait(lambda: not scene.replicas.has())
-    while 2 in scene.supervisor.state().spans:
-        scene.now, count = scene.now + 0.2, count + 1
-        for member in (0, 1):
-            scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
-        time.sleep(0.15)
-    assert scene.replicas.hears(actions.Rejoin) == [(2, actions.Rejoin(2))]
-    assert (scene.replicas.killed, scene.supervisor.state().fenced) == ([], 1)
-    scene.replicas.says(3, hello(None))
-    assert scene.replicas.hears(actions.Alone, 4)[-1][0] == 3
-    assert sorted(scene.supervisor.state().spans) == [0, 1, 3]
-
-
 def test_a_replica_of_other_sizes_is_none(scene: Scene) -> None:
     scene.begins()
-    scene.replicas.says(5, hello(None, page=8192))
+    scene.replicas.says(5, hello(5, page=8192))
     assert scene.replicas.hears(End)[0][0] == 5
 
 

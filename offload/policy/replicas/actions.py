@@ -90,16 +90,10 @@ class StartRestore(Action, frozen=True):
 
 
 class Fence(Action, frozen=True):
-    """The replica's messages are ignored from now on; its process is ended if it can be reached."""
+    """The replica's messages are ignored from now on; its process is ended."""
 
     member: int
     reason: Reason
-
-
-class Rejoin(Action, frozen=True):
-    """The replica, which is no member any more, drops all KV and requests and joins as a new one."""
-
-    member: int
 
 
 class Decline(Action, frozen=True):

@@ -9,7 +9,7 @@ Note [Life of a burst]
 Note [Fencing]
     Each replica is in one epoch, the one in which its group was formed. Its messages of another are ignored, with one
     exception: until it has entered a new epoch, its count of iterations still shows that it is alive. A replica that
-    does not enter in time is fenced, as is one whose count stands still. A sender that is no member is told to rejoin.
+    does not enter in time is fenced, as is one whose count stands still. A sender that is no member is ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from ..tuning import DEFAULT
 from ..tuning import Replicas as Tuning
-from .actions import Action, Alone, Cancel, Decline, Recompute, Rejoin
+from .actions import Action, Alone, Cancel, Decline, Recompute
 from .cluster import Cluster
 from .controller_state import ControllerState
 from .demand import KVSize, needed_pages, prompt_pages
@@ -239,8 +239,8 @@ class Controller:
     def _load(self, event: Load) -> None:
         replica = self.cluster.replicas.get(event.member)
         if replica is None:
-            self._state.actions.append(Rejoin(event.member))
-        elif replica.epoch == event.epoch:
+            return
+        if replica.epoch == event.epoch:
             replica.heartbeat.beat(event.at, event.progress)
             replica.load = event
             self._taken_up(event.epoch, event.member)

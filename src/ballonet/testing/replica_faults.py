@@ -24,7 +24,8 @@ import torch
 from ..hooks.replicas.channel import SupervisorChannel
 from ..hooks.replicas.link import Link
 from ..hooks.replicas.messages import Message
-from ..hooks.replicas.replica_model import RunsLayers, States
+from ..hooks.replicas.replica_model import RunsLayers
+from ..hooks.splice.forms import States
 
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 HOW: Final = (*_SIGNALS, "cut", "damage")
