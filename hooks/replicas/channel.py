@@ -96,9 +96,9 @@ class Wakeup:
         while True:
             with self._condition:
                 notified = self._notified
-            found = look()
-            if found is not None:
-                return found
+            answer = look()
+            if answer is not None:
+                return answer
             left = None if end is None else end - self.clock()
             if left is not None and left <= 0:
                 return None
@@ -183,11 +183,11 @@ class InOrder:
         """Takes in what has a number, and returns the messages that are next."""
         if number > self._last:
             self._early[number] = packed
-        found: list[Message] = []
+        messages: list[Message] = []
         while (following := self._early.pop(self._last + 1, None)) is not None:
             self._last += 1
-            found += decoded(following)
-        return found
+            messages += decoded(following)
+        return messages
 
 
 class Members(ABC, Generic[Sender]):

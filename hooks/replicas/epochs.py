@@ -22,7 +22,7 @@ from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group
 from .channel import SupervisorChannel
 from .errors import ChecksumError, Interrupted, LinkError
-from .kv_exchange import Handed, HandedOver, Handover
+from .kv_exchange import Handed, HandedOver, Handover, Regrouping
 from .layer_moves import LayerMoves, ReplicaSetup, reason_of
 from .leader import Leader
 from .link import Link, LinkState
@@ -54,8 +54,8 @@ class LedRequests:
     def start_early(self, epoch: int, leader: Leader | None) -> None:
         """Starts all requests that waited for this epoch or its leader."""
         early, self._early = self._early, []
-        for each in early:
-            self.start(each, epoch, leader)
+        for start in early:
+            self.start(start, epoch, leader)
 
     def cancel(self, request: str) -> None:
         """Forgets a request whose client has gone away, if it waits."""
@@ -121,7 +121,7 @@ class PendingEpoch:
     def can_enter(self) -> bool:
         """Whether the first stage of this replica's old group has sent its HandedOver, so the epoch can be entered."""
         own = self._leaders[self._me]
-        return any(each.leader == own for each in self.handed_over)
+        return any(told.leader == own for told in self.handed_over)
 
     def commit(self, homes: Iterable[tuple[str, int]]) -> None:
         """Notes that the epoch is committed. `homes`: for each request, a member of its new group."""
@@ -136,8 +136,8 @@ class PendingEpoch:
     def poll(self) -> None:
         """Receives the leaders of the peers and, once the epoch is committed, the handovers of the old groups."""
         for member, link in self.links.items():
-            if member not in self._leaders and link.has("old") and (found := link.take("old")) is not None:
-                self._leaders[member] = record_of(found, int)
+            if member not in self._leaders and link.has("old") and (leader := link.take("old")) is not None:
+                self._leaders[member] = record_of(leader, int)
         if self.committed:
             self.handed_over += receive_handovers(self.links)
 
@@ -157,8 +157,8 @@ class PendingEpoch:
 def receive_handovers(links: Mapping[int, Link]) -> Iterator[HandedOver]:
     """Yields the handovers that have come over these links. LinkError."""
     for link in links.values():
-        while link.has("handover") and (found := link.take("handover")) is not None:
-            yield record_of(found, HandedOver)
+        while link.has("handover") and (told := link.take("handover")) is not None:
+            yield record_of(told, HandedOver)
 
 
 class EpochState:
@@ -207,14 +207,12 @@ class EpochState:
         self.begin_stage(pending.mine, pending.epoch, pending.links, moves)
         assert self.stage is not None
         old = None if self._old is None else self._old.cache
-        most = setup.tuning.piece
-        self.handover = Handover(
-            setup.me, old, self.stage, pending.new_group_of, self.links, pending.leaders, self._damaged, most
-        )
+        regrouping = Regrouping(setup.me, pending.new_group_of, self.links, pending.leaders)
+        self.handover = Handover(regrouping, old, self.stage, self._damaged, setup.tuning.piece)
         for request in pending.cancelled:
             self.handover.cancel(request)
-        for each in pending.handed_over:
-            self.handover.take_in(each)
+        for told in pending.handed_over:
+            self.handover.take_in(told)
 
     def exchange_kv(self) -> bool:
         """Takes steps of the handover, for `tuning.exchanging` seconds. Returns whether it did anything. LinkError."""
@@ -260,7 +258,7 @@ class EpochState:
         for link in links:
             link.begin_close()
             self._closing.append(link)
-        self._closing = [each for each in self._closing if not each.finished]
+        self._closing = [link for link in self._closing if not link.finished]
 
     def wait_closed(self) -> None:
         """Waits until the links that were closed have ended."""

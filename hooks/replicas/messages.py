@@ -215,7 +215,7 @@ def encoded(*messages: Message) -> bytes:
 def decoded(packed: bytes) -> Sequence[Message]:
     """Returns the messages that `encoded` has encoded. ValueError where the bytes are none."""
     try:
-        found: Sequence[Message] = _decoder.decode(packed)
+        messages: Sequence[Message] = _decoder.decode(packed)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{packed[:80]!r} is no message of this version: {error}") from None
-    return found
+    return messages

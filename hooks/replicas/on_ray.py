@@ -135,15 +135,15 @@ class ActorWire:
             with self._changed:
                 if session != self._session:
                     session, inbox, last = self._session, InOrder(), 0
-            found = self._call("news", session, last)
-            if found is None:
+            news = self._call("news", session, last)
+            if news is None:
                 return
-            theirs, packed = found
+            theirs, packed = news
             if not self._is_current(theirs, session):
                 continue
-            for number, each in packed:
+            for number, message in packed:
                 last = max(last, number)
-                if messages := inbox.take(number, each):
+                if messages := inbox.take(number, message):
                     self._heard(messages)
 
     def _is_current(self, theirs: str, session: int) -> bool:
@@ -469,16 +469,16 @@ class SupervisorActor:
 
     def _caller(self, who: str, session: int) -> _Caller:
         """Returns the caller of a session; for one that is over, a caller that nobody hears."""
-        found = before = self._callers.get(who)
-        if found is None or found.session < session:
-            found = self._callers[who] = _Caller(session)
+        caller = before = self._callers.get(who)
+        if caller is None or caller.session < session:
+            caller = self._callers[who] = _Caller(session)
             self._members.leave(who)
             if who.startswith(_FRONT):
                 early = [message for _, packed in before.sent for message in decoded(packed)] if before else []
                 unsaid, self._unsaid = self._unsaid, []
                 for message in [*early, *map(Line, unsaid)]:
                     self.send(who, message)
-        return found if found.session == session else _Caller(session)
+        return caller if caller.session == session else _Caller(session)
 
     def _hear(self, who: str, message: Message) -> None:
         match message:

@@ -47,7 +47,7 @@ from .layer_moves import ReplicaSetup
 from .link import Link
 from .messages import Hello, Welcome, fingerprint_of
 from .microbatch_plan import Request, split_by_cost
-from .pair import GlooConnect, NcclConnect, Store, gpu_name, stream_of
+from .pair import GlooConnect, LinkGpu, NcclConnect, Store, gpu_name, stream_of
 from .recording import Notes
 from .replica import Replica
 from .replica_model import (
@@ -72,8 +72,8 @@ def measure_cost(
     least: dict[tuple[tuple[int, int], ...], float] = {}
     for left in reversed(range(tuning.tries_measured)):
         for _ in range(tuning.rounds_measured):
-            for each in _batches(member, layers, mark, tuning):
-                least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+            for ran in _batches(member, layers, mark, tuning):
+                least[ran.sizes] = min(ran.end - ran.begin, least.get(ran.sizes, float("inf")))
         try:
             return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
         except ValueError:
@@ -222,14 +222,13 @@ class _Member:
         if self.attach is not None:
             runs, supervisor, make = self.attach(me, replica.runs, supervisor)
             replica = replace(replica, runs=runs)
-        gpu = gpu_name(self.device)
-        stream = stream_of(self.device) if gpu else None
+        name = gpu_name(self.device)
+        gpu = LinkGpu(name, self.device, stream_of(self.device), tuning.bulk) if name else None
 
         def connect(epoch: int, peer: int) -> Link:
             connects = GlooConnect(store, epoch, me, peer, tuning.forming)
-            if stream is not None:
-                ways: dict[str, Any] = {"gpu": gpu, "device": self.device, "stream": stream, "bulk": tuning.bulk}
-                connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
+            if gpu is not None:
+                connects = NcclConnect(store, epoch, me, peer, tuning.forming, gpu)
             return make(connects, epoch, peer, self.channel.wakeup, device=self.device, tuning=tuning)
 
         supervisor.post(self.hello)
@@ -248,11 +247,11 @@ def _measured(
 ) -> ChunkCost:
     """Measures the cost of chunks. ManageError where that fails."""
     try:
-        found = measure_cost(member, layers, marks, tuning)
+        measured = measure_cost(member, layers, marks, tuning)
     except ValueError as error:
         raise ManageError(f"what batches of {member.name} take cannot be measured: {error}") from error
-    say(f"{member.name}: what a batch takes is predicted within {found.error:.1%} on average")
-    return found.cost
+    say(f"{member.name}: what a batch takes is predicted within {measured.error:.1%} on average")
+    return measured.cost
 
 
 def _note(notes: Notes, ran: Ran) -> None:
@@ -268,6 +267,6 @@ def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCo
     token = round(cache.token_bytes)
     now = memory_of(cache.pages)
     cache.user = lambda: None
-    own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
+    own = sum(opened.backed for opened in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
     free = device.budget // device.page_size - own - now.reserve // device.page_size
     return Hello(os.getpid(), platform.node(), max(0, free), layers, token, device.page_size, cost, rank)

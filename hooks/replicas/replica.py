@@ -105,10 +105,10 @@ class CountReport:
             times.poll()
         measured = () if times is None else (times.busy, times.open, times.error)
         held = setup.layers - len(setup.holds.dropped)
-        found = Counted(self._state.sent, self._moves.sent, held, *measured)
-        if found != self._told:
-            self._told = found
-            setup.supervisor.post(found)
+        counted = Counted(self._state.sent, self._moves.sent, held, *measured)
+        if counted != self._told:
+            self._told = counted
+            setup.supervisor.post(counted)
         if bars := setup.notes.take():
             setup.supervisor.post(Seen(self._machine, now, bars))
 
@@ -132,8 +132,7 @@ class Replica:
         self._counts = CountReport(setup, self._state, self._moves)
         self._ended = False
         self._rejoins: tuple[Request, ...] | None = None
-        setup.holds.offer(self._load.add_wish)
-        setup.holds.pieces.on_progress = self._load.beat_mid_step
+        setup.holds.begin(self._load.add_wish, self._load.beat_mid_step)
 
     # -- the loop
 
@@ -149,9 +148,7 @@ class Replica:
             with suppress(SupervisorLost):
                 self._counts.send(at_once=True)
             self._state.wait_closed()
-            self._setup.holds.end_offer()
-            self._setup.holds.pieces.end()
-            self._setup.holds.give_back()
+            self._setup.holds.end()
         return self._rejoins
 
     def step(self) -> None:

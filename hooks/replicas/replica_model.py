@@ -106,7 +106,7 @@ class StageTimes:
             if ended is None or began is None:
                 return
             self._running.popleft()
-            sizes = tuple((each.before, len(each.ids)) for each in chunks)
+            sizes = tuple((chunk.before, len(chunk.ids)) for chunk in chunks)
             self.add(Ran(began, ended, sizes, layers))
 
     @property
@@ -221,11 +221,11 @@ class GroupSettings:
 
 def config_of(config: Any, layers: range) -> Any:
     """Returns a copy of a decoder's configuration with these layers alone."""
-    found = copy.copy(config)
-    found.num_hidden_layers = len(layers)
+    shorter = copy.copy(config)
+    shorter.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None) is not None:
-        found.layer_types = [config.layer_types[layer] for layer in layers]
-    return found
+        shorter.layer_types = [config.layer_types[layer] for layer in layers]
+    return shorter
 
 
 class SpanCache(ElasticPagedCache):
@@ -254,10 +254,10 @@ class SpanCache(ElasticPagedCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new keys and values as transformers' cache does. `layer_idx`: of the model, within the span."""
-        found: tuple[torch.Tensor, torch.Tensor] = super().update(
+        stored: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states=key_states, value_states=value_states, layer_idx=layer_idx - self.layers.start, kwargs=kwargs
         )
-        return found
+        return stored
 
     def store(self, state: Any, tokens: int) -> bool:
         """Allocates blocks for so many more tokens of a request, on the host where the device has no page (reads are
@@ -315,8 +315,8 @@ class SpanCache(ElasticPagedCache):
         return int((words * weights).sum())
 
     def _blocks(self, request: str, layer: int) -> list[int]:
-        found: list[int] = self.layer_to_allocator[layer - self.layers.start].block_table[request]
-        return found
+        blocks: list[int] = self.layer_to_allocator[layer - self.layers.start].block_table[request]
+        return blocks
 
     def _rows(self, request: str, layer: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all blocks of a layer, [blocks, 2, tokens, heads, width], and the indices of these of a request."""
@@ -365,10 +365,10 @@ class SpanRunner:
         `given`: the states from the stage before. Returns the states for the next stage, or on the last stage the
         logits [sampling chunks, vocabulary]. torch.OutOfMemoryError."""
         began = None if self._times is None else self._times.begin()
-        found = self._run(chunks, states, given)
+        made = self._run(chunks, states, given)
         if self._times is not None and began is not None:
             self._times.end(began, chunks, len(self._cache.layers))
-        return found
+        return made
 
     def _run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
         batch = [_scheduled(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
@@ -380,10 +380,10 @@ class SpanRunner:
         indices = inputs["logits_indices"][:sampled]
         if self.last and self._keeps:
             inputs["logits_to_keep"] = indices
-        found = self._runs(self._cache.layers, given, inputs)
+        made = self._runs(self._cache.layers, given, inputs)
         if not self.last:
-            return found
-        (logits,) = found
+            return made
+        (logits,) = made
         return (logits[0] if self._keeps else logits[0, indices],)
 
 

@@ -98,10 +98,6 @@ class Stage:
         return self._follower
 
     @property
-    def leads(self) -> bool:
-        return self._follower is None
-
-    @property
     def drained(self) -> bool:
         """Whether this leader has nothing planned, nor in flight."""
         return self.leader is None or not (self.leader.in_flight or self.leader.queued)

@@ -20,11 +20,11 @@ from msgspec.structs import replace
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.cluster import Cluster
 from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Entry, Note, Setup, decide
 from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.replicas.events import Event
+from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.replacements import Replacements
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
@@ -80,7 +80,7 @@ def state_of(
     """Returns the present state. `controller`: None before the first replica; `requests`: number of those that have not
     ended; `counts`: of actions, by ActionPerformer's names; `told`: the latest counts of each replica, also of lost
     ones; `replaced`: number of replacements."""
-    groups = [] if controller is None else [each.group for each in tuple(controller.cluster.groups.values())]
+    groups = [] if controller is None else [active.group for active in tuple(controller.cluster.groups.values())]
     spans = {
         member: (span.begin, span.end)
         for group in groups
@@ -94,16 +94,21 @@ def state_of(
         restores=counts["restore"],
         discarded=counts["discard"],
         fenced=counts["fence"],
-        moved=(sum(each.kv_bytes for each in told.values()), sum(each.layer_bytes for each in told.values())),
+        moved=(
+            sum(counted.kv_bytes for counted in told.values()),
+            sum(counted.layer_bytes for counted in told.values()),
+        ),
         requests=requests,
         held=0 if controller is None else len(controller.book.held),
         recomputed=counts["recompute"],
         replaced=replaced,
         declined=dict(declined),
-        layers={member: each.layers for member, each in told.items() if member in spans},
-        busy=sum(each.busy for each in told.values()),
-        open=sum(each.open for each in told.values()),
-        errors={member: each.error for member, each in told.items() if member in spans and each.error is not None},
+        layers={member: counted.layers for member, counted in told.items() if member in spans},
+        busy=sum(counted.busy for counted in told.values()),
+        open=sum(counted.open for counted in told.values()),
+        errors={
+            member: counted.error for member, counted in told.items() if member in spans and counted.error is not None
+        },
     )
 
 
@@ -209,11 +214,10 @@ class ActionPerformer:
         self._ready = ready
         self._say = ports.say
         self._recording = recording
-        self._drops: dict[int, bool] = {}  # by epoch in preparation: does it drop layers?
-        self._prepared: set[int] = set()  # members of the epoch in preparation
+        self._prepared: tuple[Group, ...] = ()  # of the latest epoch in preparation
 
-    def perform(self, action: actions.Action, cluster: Cluster) -> None:
-        """Performs an action. `cluster`: the controller's, after this event."""
+    def perform(self, action: actions.Action) -> None:
+        """Performs an action."""
         match action:
             case actions.Dispatch():
                 self._give((action.request,), action.epoch, action.members)
@@ -225,25 +229,23 @@ class ActionPerformer:
             case actions.Cancel():
                 self._replicas.post(action.members[0], action)
             case actions.Prepare():
-                self._drops[action.epoch] = any(group.is_dropped for group in action.groups)
-                self._prepared = {member for group in action.groups for member in group.members}
-                self._to(self._prepared, action)
+                self._prepared = action.groups
+                self._to_prepared(action)
             case actions.Commit():
-                self._committed(action, cluster)
+                self._committed(action)
             case actions.Discard():
                 self.counts["discard"] += 1
-                self._drops.pop(action.epoch, None)
                 self._mark(f"epoch {action.epoch} is given up")
                 self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
-                self._to(self._prepared, action)
+                self._to_prepared(action)
             case actions.Alone():
                 self._replicas.post(action.member, action)
                 self._ready.set()
             case actions.StartRestore():
-                comes = Counter(each.member for each in action.pulls)
+                comes = Counter(pull.member for pull in action.pulls)
                 parts = ", ".join(f"{count} to replica {member}" for member, count in sorted(comes.items()))
                 self._say(f"epoch {action.epoch}: layers come home: {parts}")
-                self._to({each.member for each in action.pulls}, action)
+                self._to({pull.member for pull in action.pulls}, action)
             case actions.Fence():
                 self.counts["fence"] += 1
                 self._fence(action)
@@ -260,18 +262,17 @@ class ActionPerformer:
         self._say(f"{what}: {action.reason.value}")
         self._replicas.post(action.member, End())
 
-    def _committed(self, action: actions.Commit, cluster: Cluster) -> None:
-        drops = self._drops.pop(action.epoch, True)
+    def _committed(self, action: actions.Commit) -> None:
+        drops = any(group.is_dropped for group in self._prepared)
         self.counts["drop" if drops else "restore"] += 1
         self._mark(f"epoch {action.epoch}: {'drop' if drops else 'restore'}")
-        groups = [each.group for each in cluster.groups.values() if each.epoch == action.epoch]
-        for group in groups:
+        for group in self._prepared:
             parts = ", ".join(
                 f"replica {member} holds layers {span.begin} to {span.end - 1}"
                 for member, span in zip(group.members, group.spans, strict=True)
             )
             self._say(f"epoch {action.epoch}: {parts}")
-        self._to(self._prepared, action)
+        self._to_prepared(action)
 
     def _mark(self, what: str) -> None:
         if self._recording is not None:
@@ -280,6 +281,9 @@ class ActionPerformer:
     def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
         for start in self._clients.assign(names, epoch):
             self._replicas.post(members[0], start)
+
+    def _to_prepared(self, message: Message) -> None:
+        self._to({member for group in self._prepared for member in group.members}, message)
 
     def _to(self, members: set[int], message: Message) -> None:
         for member in sorted(members):
@@ -341,9 +345,9 @@ class Supervisor:
 
     def collect(self) -> None:
         """Takes in the last bars of replicas. To be called after `close`, once their processes have ended."""
-        while (found := self._replicas.take()) is not None:
-            if self._recording is not None and isinstance(found[1], Seen):
-                self._recording.seen(found[0], found[1])
+        while (received := self._replicas.take()) is not None:
+            if self._recording is not None and isinstance(received[1], Seen):
+                self._recording.seen(received[0], received[1])
 
     # -- for clients, on any thread
 
@@ -382,7 +386,7 @@ class Supervisor:
     @property
     def waiting(self) -> int:
         """Number of requests that wait for their first token."""
-        return len(self._clients.waiting)
+        return self._clients.waiting
 
     def state(self) -> FleetState:
         """Returns a snapshot of the replicas and their counts."""
@@ -417,8 +421,8 @@ class Supervisor:
     def _turn(self) -> None:
         for member, how in self._ranks.lost():
             self._lost(member, how)
-        while (found := self._replicas.take()) is not None:
-            self._hear(*found)
+        while (received := self._replicas.take()) is not None:
+            self._hear(*received)
         if self._controller is None:
             return
         self._clients.take()
@@ -489,7 +493,7 @@ class Supervisor:
     def _on(self, event: Event) -> None:
         assert self._controller is not None
         for action in decide(self._controller, event, self._note):
-            self._actions.perform(action, self._controller.cluster)
+            self._actions.perform(action)
 
     @property
     def _why(self) -> str:

@@ -49,8 +49,8 @@ def leaves(
             if isinstance(key, str | int) and key not in without:
                 yield from leaves(value[key], without, (*path, key))
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from leaves(each, without, (*path, index))
+        for index, item in enumerate(value):
+            yield from leaves(item, without, (*path, index))
 
 
 def copied_leaves(call: Call, without: frozenset[str]) -> dict[TreePath, torch.Tensor]:
@@ -147,7 +147,7 @@ def answer_of(output: object, call: Call, states: TreePath) -> Answer:
         alike = isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (output.shape, output.dtype)
         return FromCall(states) if alike else Fixed(None)
     if isinstance(output, list | tuple):
-        return Several(tuple(answer_of(each, call, states) for each in output), isinstance(output, list))
+        return Several(tuple(answer_of(part, call, states) for part in output), isinstance(output, list))
     return Fixed(output if isinstance(output, bool | int | float | str) else None)
 
 
@@ -157,7 +157,7 @@ def pass_through(answer: Answer, call: Call) -> Any:
         return get(call._asdict(), answer.path)
     if isinstance(answer, Fixed):
         return answer.value
-    parts = [pass_through(each, call) for each in answer.parts]
+    parts = [pass_through(part, call) for part in answer.parts]
     return parts if answer.as_list else tuple(parts)
 
 
@@ -167,8 +167,8 @@ def _objects(value: object, path: TreePath = ()) -> Iterator[tuple[TreePath, obj
         for key in value:
             yield from _objects(value[key], (*path, key))
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _objects(each, (*path, index))
+        for index, item in enumerate(value):
+            yield from _objects(item, (*path, index))
 
 
 @dataclass(slots=True)
@@ -266,17 +266,17 @@ def _passed(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], seen: Sequence[SeenLayer]
 ) -> dict[int, dict[TreePath, torch.Tensor]]:
     """Returns the tensors of each layer's call when all layers pass their input through."""
-    found: dict[int, dict[TreePath, torch.Tensor]] = {}
+    calls: dict[int, dict[TreePath, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
-        found[index] = copied_leaves(Call(args, kwargs), _CACHES)
+        calls[index] = copied_leaves(Call(args, kwargs), _CACHES)
         return pass_through(seen[index].answer, Call(args, kwargs))
 
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
             undo.callback(_put_forward(layer, partial(passing, index)))
         model(**inputs)
-    return found
+    return calls
 
 
 def _put_forward(layer: nn.Module, forward: Any) -> Any:
@@ -287,7 +287,7 @@ def _put_forward(layer: nn.Module, forward: Any) -> Any:
 
     def undo() -> None:
         del own["forward"]
-        own.update(("forward", each) for each in before)
+        own.update(("forward", forward_before) for forward_before in before)
 
     return undo
 

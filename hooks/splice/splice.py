@@ -283,10 +283,10 @@ def proven(splice: Splice) -> tuple[LayerForm, ...]:
                 _known[key] = str(error)
             finally:
                 splice.install(splice.whole, ())
-    found = _known[key]
-    if isinstance(found, str):
-        raise SpliceError(_REFUSED.format(name=type(model).__name__, reason=found))
-    return found
+    proof = _known[key]
+    if isinstance(proof, str):
+        raise SpliceError(_REFUSED.format(name=type(model).__name__, reason=proof))
+    return proof
 
 
 @torch.no_grad()
@@ -342,10 +342,10 @@ def _logits(output: Any) -> torch.Tensor:
     return logits
 
 
-def _difference(found: torch.Tensor, whole: torch.Tensor, what: str) -> str:
-    if found.shape != whole.shape:
-        return f"the logits of {what} have the shape {tuple(found.shape)} in parts, and {tuple(whole.shape)} in one"
-    difference = (found.float() - whole.float()).abs().nan_to_num(nan=float("inf")).max().item()
+def _difference(parts: torch.Tensor, whole: torch.Tensor, what: str) -> str:
+    if parts.shape != whole.shape:
+        return f"the logits of {what} have the shape {tuple(parts.shape)} in parts, and {tuple(whole.shape)} in one"
+    difference = (parts.float() - whole.float()).abs().nan_to_num(nan=float("inf")).max().item()
     return (
         f"the logits of {what} differ in parts by up to {difference:.3g}, as something that its layers need is neither "
         "in their calls nor in the cache that they are given (in modules, for one, where each request overwrites it)"
@@ -363,5 +363,5 @@ def _step(model: Any, prompt: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Returns the inputs of a decode step after the prompt: a token, or all for a model that reads them anew."""
     before = prompt["input_ids"]
     ids = torch.cat([before, torch.tensor(_NEXT, device=before.device)], dim=1)
-    found = {"input_ids": ids if reads_all_tokens(model, ids, cache) else ids[:, -1:], "use_cache": True}
-    return found | ({"attention_mask": (ids != 0).long()} if "attention_mask" in prompt else {})
+    inputs = {"input_ids": ids if reads_all_tokens(model, ids, cache) else ids[:, -1:], "use_cache": True}
+    return inputs | ({"attention_mask": (ids != 0).long()} if "attention_mask" in prompt else {})

@@ -45,7 +45,7 @@ from .faults import (
 )
 from .fleet import VirtualFleet
 from .group_queue import Job
-from .memory_policies import Peers
+from .memory_policies import Peers, PeerSetup
 from .virtual_link import Sender, VirtualLink
 from .virtual_stage import VirtualLayers, VirtualMachine, VirtualReplicaModel, VirtualStage
 from .virtual_time import VirtualTime, VirtualWakeup
@@ -421,7 +421,7 @@ class PeerRun:
         self.bytes_moved = 0
         time = VirtualTime()
         self.clients = RecordedClients(time, arrivals, note)
-        self.peers = Peers(time, fleet, cost, policy, self._deliver, self._moved)
+        self.peers = Peers(PeerSetup(time, fleet, cost, policy, self._deliver, self._moved))
 
     def answers(self) -> list[Answered]:
         """Runs until all requests have ended, and returns their answers."""

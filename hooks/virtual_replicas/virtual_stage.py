@@ -127,21 +127,11 @@ class VirtualMachine:
         return self.sender.bulk.moved + self.to_host.moved + self.from_host.moved
 
 
-class NoPieces:
-    """In place of held_layers.Piecewise: nothing is copied."""
-
-    on_progress: Callable[[], object] | None = None
-
-    def end(self) -> None:
-        """Does nothing."""
-
-
 class VirtualLayers:
     """The layers of a replica, in place of held_layers.HeldLayers."""
 
     def __init__(self, machine: VirtualMachine, dropping: float) -> None:
         """`dropping`: seconds that a drop takes."""
-        self.pieces = NoPieces()
         self._machine = machine
         self._dropping = dropping
         self._is_known = False  # that the file has changed
@@ -151,11 +141,11 @@ class VirtualLayers:
         """The dropped layers, ascending."""
         return tuple(sorted(self._machine.dropped))
 
-    def offer(self, wanted: Callable[[int], object]) -> None:
-        """Does nothing: no ladder lacks pages."""
+    def begin(self, wanted: Callable[[int], object], on_progress: Callable[[], object]) -> None:
+        """Does nothing: no ladder lacks pages, and nothing is copied."""
 
-    def end_offer(self) -> None:
-        """Does nothing."""
+    def end(self) -> None:
+        """Does nothing: who has dropped layers, and is alone, restores them."""
 
     def prepare(self, layers: Iterable[int]) -> Iterator[object]:
         """Makes layers ready to be dropped, in no time. DropRefused, WeightsFileChanged, torch.OutOfMemoryError."""
@@ -203,9 +193,6 @@ class VirtualLayers:
     def keep_room(self) -> None:
         """Reserves pages for all layers."""
         self._machine.is_whole = True
-
-    def give_back(self) -> None:
-        """Does nothing: who has dropped layers, and is alone, restores them."""
 
     def release(self) -> None:
         """Does nothing: no governor decides about layers."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ballonet.hooks.replicas.follower import Follower
-from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Regrouping
 from ballonet.hooks.replicas.leader import Leader, Notify
 from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.microbatch_plan import Request, SplitPolicy, split_by_tokens
@@ -160,7 +160,7 @@ class Regroup:
             )
 
         self.parts = {
-            n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, damaged, most)
+            n: Handover(Regrouping(n, homes.__getitem__, ends[n], leaders), had.get(n), stage, damaged, most)
             for n, stage in gets.items()
         }
         for part in self.parts.values():

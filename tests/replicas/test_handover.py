@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ballonet.hooks.replicas import kv_exchange as handover
-from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece, Regrouping
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 
@@ -62,7 +62,7 @@ def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPat
     stage: Any = SimpleNamespace(cache=Cache(), leader=None, follower=None, group=pair)
     links: Any = {1: link}
     given: Any = old
-    change = Handover(0, given, stage, lambda _: pair, links, frozenset({0}), lambda *_: None, 1)
+    change = Handover(Regrouping(0, lambda _: pair, links, frozenset({0})), given, stage, lambda *_: None, 1)
     change.take_in(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4),)))
     while "kv" not in link.tags:
         assert change.step()

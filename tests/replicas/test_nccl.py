@@ -15,7 +15,7 @@ import torch
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link, LinkState
-from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, NcclConnect, NcclPair, Store
+from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, LinkGpu, NcclConnect, NcclPair, Store
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0
@@ -127,11 +127,7 @@ def connects(store: Store, epoch: int, all_: Communicators, gpus: tuple[str, str
             me,
             peer,
             LONG,
-            gpu=gpu,
-            device=CPU,
-            stream=lambda: all_.streams.entered("pair"),
-            bulk=LONG,
-            make=all_.make,
+            LinkGpu(gpu, CPU, lambda: all_.streams.entered("pair"), LONG, all_.make),
         )
         for (me, peer), gpu in zip(((1, 2), (2, 1)), gpus, strict=True)
     ]
@@ -219,8 +215,8 @@ def pair(store: Store) -> Iterator[tuple[NcclPair, Communicators, list[float]]]:
         now[0] += 1.0
         return now[0]
 
-    stream = lambda: all_.streams.entered("pair")  # noqa: E731
-    found = NcclPair(control[0], *groups, 1, stream, CPU, 50.0, clock)
+    gpu = LinkGpu("", CPU, lambda: all_.streams.entered("pair"), 50.0)
+    found = NcclPair(control[0], *groups, 1, gpu, clock)
     yield found, all_, now
     found.close()
     control[1].close()
@@ -252,7 +248,8 @@ def test_close_ends_an_operation_that_waits_and_aborts_both_ways(store: Store) -
     all_, epoch = Communicators(), next(EPOCHS)
     control = [pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))]
     groups = [all_.make(store, way, 0, LONG) for way in ("out", "into")]
-    found = NcclPair(control[0], *groups, 1, lambda: all_.streams.entered("pair"), CPU, LONG)
+    gpu = LinkGpu("", CPU, lambda: all_.streams.entered("pair"), LONG)
+    found = NcclPair(control[0], *groups, 1, gpu)
     raised: list[str] = []
 
     def waits() -> None:

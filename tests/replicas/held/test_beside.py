@@ -61,8 +61,8 @@ def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output,
 def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Managed) -> None:
     wishes: list[int] = []
     governor, pages = governors.of(devices.require()), pages_of(managed)
-    held.offer(lambda pages: wishes.append(-pages))
-    held.offer(wishes.append)
+    held.begin(lambda pages: wishes.append(-pages), bool)
+    held.begin(wishes.append, bool)
     governor.duplicates.request_drop(7)
     assert wishes == [7]
     assert governor.duplicates.pages == sum(pages) - pages[0] - max(pages)
@@ -82,7 +82,7 @@ def test_a_forward_that_finds_no_pages_leads_to_a_wish(host_model: Any, tuned: T
     device, wishes = devices.require(), list[int]()
     with ballonet.manage(host_model, floor=BUDGET // 2) as managed:
         held = prepared(HeldLayers(managed))
-        held.offer(wishes.append)
+        held.begin(wishes.append, bool)
         cache = ballonet.KVCache(host_model.config)
         logits_of(host_model, ids, cache)
         settled()

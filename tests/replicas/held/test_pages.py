@@ -11,7 +11,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
-from ballonet.hooks.replicas.held_layers import HeldLayers, PreparedLayer
+from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
@@ -64,8 +64,8 @@ def test_freed_pages_are_exact_and_nothing_goes_to_the_host(
     """Counted from outside: the layers' pages, less the slot of the largest; and for a file no host page at all."""
     assert say(model).agrees(stock)
     pages, before = pages_of(managed), on_host()
-    assert list(held.prepare([4, 3])) == [PreparedLayer(4, 1, 2), PreparedLayer(3, 2, 2)]
-    assert list(held.prepare([3, 4, 5])) == [PreparedLayer(5, 1, 1)]
+    assert list(held.prepare([4, 3])) == [4, 3]
+    assert list(held.prepare([3, 4, 5])) == [5]
     assert held.ready == (3, 4, 5)
     assert on_host() - before <= 1 if kind == "file" else on_host() - before == sum(pages[3:])
     assert managed.report().host_pages == (0 if kind == "file" else sum(pages[3:]))
