@@ -1,13 +1,13 @@
 """The ports between the supervisor, its replicas and their processes, and the wait for all that a main loop has.
 
-Two implementations: child_processes.py, processes of this machine and pipes; on_ray.py, actors of Ray and their calls;
-a third one in virtual time, of tests and predictions. A replica's end, who is admitted, and what a member has sent are
-the same in all.
+Three implementations: child_processes.py, processes of this machine and pipes; on_ray.py, actors of Ray and their
+calls; virtual_replicas/fleet_run.py, of predictions and tests, in virtual time. A replica's end, who is admitted, and
+what a member has sent are the same in all.
 
 Note [Joining]
-    A replica sends its fingerprint, and again after the supervisor was started again.
-    The supervisor compares it with that of the first replica, and answers with a member number that was never used, or
-    with the differences. What comes from the replica counts as of the latest number.
+    A replica sends its fingerprint, and again after the supervisor was started again. The supervisor compares it with
+    that of the first replica, and answers with a member number that was never used, or with the differences. What comes
+    from the replica counts as of the latest number.
 """
 
 from __future__ import annotations
@@ -44,19 +44,6 @@ class SupervisorChannel(Protocol):
         """Sends messages. Several in one call cost little more than one. SupervisorLost."""
 
 
-class ReplicaChannel(Protocol):
-    """The supervisor's end: messages to and from replicas."""
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to one replica, without waiting for it to be read. Nothing where there is no such one."""
-
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message, (member, message); None where none has come."""
-
-    def has(self) -> bool:
-        """Returns whether a message has come."""
-
-
 class Processes(Protocol):
     """The processes of replicas, one of each rank."""
 
@@ -66,11 +53,8 @@ class Processes(Protocol):
     def ended(self) -> list[tuple[int, str]]:
         """Returns the ranks of the processes that have ended since the last call, and how each did."""
 
-    def end(self, rank: int) -> None:
-        """Kills the process of a rank, if there is one."""
-
-    def abandon(self, rank: int) -> None:
-        """Notes that no other process of this rank will be started."""
+    def end(self, rank: int, for_good: bool = False) -> None:
+        """Kills the process of a rank, if there is one. `for_good`: no other one will be started."""
 
 
 class Wakeup:
@@ -191,9 +175,9 @@ class InOrder:
 
 
 class Members(ABC, Generic[Sender]):
-    """The supervisor's end, a ReplicaChannel: who is a member, and what members have sent. Implementations add `send`,
-    and call `hear` and `leave` on threads of theirs; one thread takes, any may post. See Note [Joining]. `cost`: of
-    chunks, for replicas that join; None: it is not known."""
+    """The supervisor's end: who is a member, and what members have sent. Implementations add `send`, and call `hear`
+    and `leave` on threads of theirs; one thread takes, any may post. See Note [Joining]. `cost`: of chunks, for
+    replicas that join; None: it is not known."""
 
     def __init__(self, host: str, links: int, wakeup: Wakeup, cost: ChunkCost | None = None) -> None:
         """`host`, `links`: see messages.Welcome; `wakeup`: notified when a message comes."""

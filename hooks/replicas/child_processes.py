@@ -163,13 +163,10 @@ class ChildProcesses:
         self._running = {rank: process for rank, process in self._running.items() if rank not in gone}
         return [(rank, _how(code)) for rank, code in gone.items()]
 
-    def end(self, rank: int) -> None:
+    def end(self, rank: int, for_good: bool = False) -> None:
         """Kills the process of a rank, if there is one."""
         if rank in self._running:
             self._running[rank].kill()
-
-    def abandon(self, rank: int) -> None:
-        """Does nothing: a process that has ended starts no other."""
 
     def close(self, patience: float) -> None:
         """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""

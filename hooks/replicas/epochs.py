@@ -21,7 +21,7 @@ from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group
 from .channel import SupervisorChannel
-from .errors import ChecksumError, Interrupted, LinkError
+from .errors import Interrupted, LinkError
 from .kv_exchange import Handed, HandedOver, Handover, Regrouping
 from .layer_moves import LayerMoves, ReplicaSetup, reason_of
 from .leader import Leader
@@ -83,7 +83,8 @@ class PendingEpoch:
     def __init__(
         self, wanted: actions.Prepare, mine: Group, me: int, old: Group | None, links: dict[int, Link]
     ) -> None:
-        """Sends all peers the leader of this replica's present group, `old`. `links`: to the peers, being formed."""
+        """`old`: the present group of this replica; `links`: to the peers, being formed. `leaders`: first stages of the
+        old groups of this replica and its peers."""
         self.epoch = wanted.epoch
         self.mine = mine
         self.links = links
@@ -95,33 +96,19 @@ class PendingEpoch:
         self._me = me
         self._groups = wanted.groups
         self._homes: dict[str, int] = {}
-        self._leaders = {me: me if old is None else old.members[0]}  # of the old groups, by member
-        for link in links.values():
-            with suppress(LinkError):  # a peer may have given the epoch up already: see `has_lost_link`
-                link.send(tensor_of(self._leaders[me]), "old", urgent=True)
-
-    @property
-    def leaders(self) -> frozenset[int]:
-        """First stages of the old groups of this replica and its peers, as far as received."""
-        return frozenset(self._leaders.values())
-
-    @property
-    def has_lost_link(self) -> bool:
-        """Whether a link is lost."""
-        return any(link.state is LinkState.LOST for link in self.links.values())
+        self._leader = me if old is None else old.members[0]
+        of_peers = [members[0] for members in wanted.old if not links.keys().isdisjoint(members)]
+        self.leaders = frozenset((self._leader, *of_peers))
 
     @property
     def is_connected(self) -> bool:
-        """Whether all links are open, and all peers have sent their leader."""
-        return all(link.state is LinkState.OPEN for link in self.links.values()) and len(self._leaders) > len(
-            self.links
-        )
+        """Whether all links are open."""
+        return all(link.state is LinkState.OPEN for link in self.links.values())
 
     @property
     def can_enter(self) -> bool:
         """Whether the first stage of this replica's old group has sent its HandedOver, so the epoch can be entered."""
-        own = self._leaders[self._me]
-        return any(told.leader == own for told in self.handed_over)
+        return any(told.leader == self._leader for told in self.handed_over)
 
     def commit(self, homes: Iterable[tuple[str, int]]) -> None:
         """Notes that the epoch is committed. `homes`: for each request, a member of its new group."""
@@ -134,12 +121,8 @@ class PendingEpoch:
         return self.mine if member is None else next(group for group in self._groups if member in group.members)
 
     def poll(self) -> None:
-        """Receives the leaders of the peers and, once the epoch is committed, the handovers of the old groups."""
-        for member, link in self.links.items():
-            if member not in self._leaders and link.has("old") and (leader := link.take("old")) is not None:
-                self._leaders[member] = record_of(leader, int)
-        if self.committed:
-            self.handed_over += receive_handovers(self.links)
+        """Receives the handovers of the old groups. LinkError."""
+        self.handed_over += receive_handovers(self.links)
 
     def hand_over_requests(self, stage: Stage) -> None:
         """Sends all peers the requests of the old group, of which this replica is the first stage."""
@@ -236,7 +219,7 @@ class EpochState:
         for link in self.links.values():
             for tag in ("kv header", "kv", "arrival"):
                 while link.error is None and link.has(tag):
-                    with suppress(ChecksumError, LinkError):
+                    with suppress(LinkError):
                         link.take(tag)
 
     def _damaged(self, member: int, request: str) -> None:
@@ -350,9 +333,6 @@ class EpochChange:
         return True
 
     def _prepare_step(self, pending: PendingEpoch) -> bool:
-        if pending.has_lost_link:
-            self._fail(pending, Reason.LINK)
-            return True
         if not pending.is_connected:
             return False
         try:

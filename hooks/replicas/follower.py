@@ -28,7 +28,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from ..splice.forms import States
-from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
+from .microbatch_plan import Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
 from .replica_model import StageParts, room_of
 
 _KEY: Final = struct.Struct("<qq")
@@ -195,8 +195,7 @@ class Follower:
             pass_on(self._after, passing, states)
             return
         tokens = sampled(chunks, self._sampling, states[0]) if states else ()
-        answer = Answer(passing.epoch, passing.number, tokens, passing.left_out, passing.rooms)
-        self._after.send(tensor_of(answer), "answer", True)
+        self._after.send(tensor_of(replace(passing, tensors=0, tokens=tokens)), "answer", True)
 
 
 def sampled(

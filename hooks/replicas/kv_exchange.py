@@ -32,7 +32,6 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from ...offload.policy.replicas.groups import Group
-from .errors import ChecksumError
 from .link import Link
 from .microbatch_plan import Request, record_of, tensor_of
 from .replica_model import SpanCache
@@ -290,8 +289,6 @@ class Handover:
                     self._header[member] = record_of(header, Piece)
                 try:
                     tensor = link.take("kv")
-                except ChecksumError:
-                    tensor = torch.empty(0)
                 except (torch.OutOfMemoryError, DriverError):
                     tensor = torch.empty(0)
                     self._arrivals.lose(self._header[member].request, Arrival.ABSENT)

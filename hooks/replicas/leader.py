@@ -31,7 +31,6 @@ from ..batching.steps import PagePreemption
 from ..splice.forms import States
 from .follower import OutOfStep, pass_on, sampled
 from .microbatch_plan import (
-    Answer,
     Chunk,
     FollowerSize,
     Microbatch,
@@ -432,7 +431,7 @@ class Leader:
         answer = batch.answer
         if answer is None:
             assert self._last is not None
-            answer = record_of(self._last.recv("answer"), Answer)
+            answer = record_of(self._last.recv("answer"), Passing)
         if (answer.epoch, answer.number) != (self.epoch, batch.number):
             raise OutOfStep(f"the first stage expects an answer to microbatch {batch.number} of epoch {self.epoch}")
         self._under_way.rooms = answer.rooms
@@ -476,7 +475,7 @@ class Leader:
         left_out = () if states is not None else tuple((chunk.request, 0) for chunk in batch.chunks)
         if self._after is None:
             tokens = sampled(plan.chunks, self._sampling(batch), states[0]) if states else ()
-            batch.answer = Answer(self.epoch, batch.number, tokens, left_out)
+            batch.answer = Passing(self.epoch, batch.number, left_out, tokens=tokens)
         else:
             pass_on(self._after, Passing(self.epoch, batch.number, left_out, tensors=len(states or ())), states or ())
         batch.tokens = self._new_tokens(batch)

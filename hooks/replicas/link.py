@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +38,7 @@ from msgspec import Struct
 from ...allocator import install
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .channel import Wakeup
-from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
+from .errors import Interrupted, LinkClosed, LinkError, NoAnswer
 from .pair import Connect, TwoRanks, device_buffer
 
 HEADER_BYTES: Final = 256  # of every message, before its payload: a receiver has to know the size of what comes
@@ -57,15 +56,14 @@ class LinkState(Enum):
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """The header of a message. `nbytes`: of its payload, which follows; `checksum`: CRC-32 of the payload, None if it
-    is not checked; `direct`: the payload goes from device to device."""
+    """The header of a message. `nbytes`: of its payload, which follows; `direct`: the payload goes from device to
+    device."""
 
     tag: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     direct: bool = False
-    checksum: int | None = None
 
     def pack(self) -> torch.Tensor:
         """Returns uint8[HEADER_BYTES] outside of the pool. ValueError where the tag or the shape is too long."""
@@ -127,8 +125,6 @@ class _Lane:
             while (message := self.outgoing.get()) is not None:
                 header, copy = message
                 copy.wait()
-                if header.checksum is not None:
-                    header = msgspec.structs.replace(header, checksum=checksum(copy.data))
                 pair.send(header.pack())
                 if header.nbytes:
                     pair.send(copy.data, header.direct)
@@ -269,25 +265,23 @@ class Link(LinkEnd):
         """Whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> None:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False) -> None:
         """Copies a tensor, see Note [Staged], and sends the copy over the group of states if `urgent`, else over that
-        of bulk. `check`: the receiver verifies a checksum. Does not wait, not even for the link to be formed.
-        LinkError; ValueError for a tensor or tag that cannot be sent."""
+        of bulk. Does not wait, not even for the link to be formed. LinkError; ValueError for a tensor or tag that
+        cannot be sent."""
         direct = self._direct and tensor.device == self.device
         copy = staged(tensor, direct)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        header = Header(tag, dtype, tuple(tensor.shape), copy.data.numel(), direct, 0 if check else None)
+        header = Header(tag, dtype, tuple(tensor.shape), copy.data.numel(), direct)
         header.pack()  # may raise, here and not on the thread
         if self._error is not None:
             raise self._new_error()
         (self._states if urgent else self._bulk).outgoing.put((header, copy))
 
     def take(self, tag: str) -> torch.Tensor | None:
-        """Removes and returns the next tensor of this tag; None if none has come. ChecksumError: it is damaged; the
-        next call returns the one after it. LinkError: the link has ended, and no tensor of the tag is left."""
-        received: torch.Tensor | ChecksumError | None = super().take(tag)
-        if isinstance(received, ChecksumError):
-            raise received
+        """Removes and returns the next tensor of this tag; None if none has come. LinkError: the link has ended, and no
+        tensor of the tag is left."""
+        received = super().take(tag)
         if received is None:
             return None
         if received.is_cuda:  # allocated on the receiving thread's stream, and used on this one
@@ -338,9 +332,7 @@ class Link(LinkEnd):
         self._wakeup.notify()
 
     def _deliver(self, header: Header, data: torch.Tensor) -> None:
-        received: torch.Tensor | ChecksumError = unstaged(data, header.dtype, header.shape)
-        if header.checksum is not None and header.checksum != checksum(data):
-            received = ChecksumError(self.epoch, self.peer, header.tag)
+        received = unstaged(data, header.dtype, header.shape)
         with self._lock:
             self._inbox[header.tag].append(received)
             has_keys, self._has_keys = self._has_keys, False
@@ -406,11 +398,6 @@ def host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     """Returns uint8[nbytes] on the host, uninitialized, outside of the pool."""
     with install.stock():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-def checksum(data: torch.Tensor) -> int:
-    """Returns the CRC-32 of uint8[bytes]."""
-    return zlib.crc32(data.cpu().numpy().data)
 
 
 def first_sentence(error: Exception) -> str:

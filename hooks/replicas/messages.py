@@ -126,7 +126,8 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Told(Struct, frozen=True, tag=True):
-    """From the first stage: tokens of an answer, after `before` earlier ones. `error`: why the request failed."""
+    """From the first stage, and to a front end on Ray: tokens of an answer, after `before` earlier ones. `error`: why
+    the request failed."""
 
     request: str
     assignment: int
@@ -159,15 +160,6 @@ class Forget(Struct, frozen=True, tag=True):
     request: str
 
 
-class NewTokens(Struct, frozen=True, tag=True):
-    """To a front end on Ray: tokens of an answer, after `before` earlier ones. `error`: why the request has ended."""
-
-    request: str
-    before: int
-    tokens: tuple[int, ...]
-    error: str | None = None
-
-
 class Line(Struct, frozen=True, tag=True):
     """From a replica on Ray, and to front ends: a line for people."""
 
@@ -188,7 +180,6 @@ Message = (
     | SupervisorRestarted
     | Ask
     | Forget
-    | NewTokens
     | Line
     | actions.Action
     | events.Event
@@ -201,7 +192,7 @@ ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
 
 _KINDS: Final[Any] = Union[
     *(Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen),
-    *(Ask, Forget, NewTokens, Line, ACTIONS, EVENTS),
+    *(Ask, Forget, Line, ACTIONS, EVENTS),
 ]
 _encoder: Final = msgspec.msgpack.Encoder()  # keeps an infinite number of seconds, which JSON has not
 _decoder: Final = msgspec.msgpack.Decoder(tuple[_KINDS, ...])

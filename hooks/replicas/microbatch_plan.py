@@ -96,26 +96,17 @@ class MicrobatchPlan(Struct, frozen=True):
 
 
 class Passing(Struct, frozen=True):
-    """The record that a stage sends to the next one, before the hidden states of a microbatch. `left_out`: (request,
-    stage that failed) of chunks that were not computed: the states have no rows of them. `rooms`: tokens for which
-    stages 1, 2, ... have free memory. `tensors`: number of tensors that follow."""
+    """The record that a stage sends to the next one, before the hidden states of a microbatch, and the last stage to
+    the first. `left_out`: (request, stage that failed) of chunks that were not computed: the states have no rows of
+    them. `rooms`: tokens for which stages 1, 2, ... have free memory. `tensors`: number of tensors that follow.
+    `tokens`: (request, id) of those that the last stage has sampled."""
 
     epoch: int
     number: int
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
     tensors: int = 0
-
-
-class Answer(Struct, frozen=True):
-    """The record that the last stage sends to the first. `tokens`: (request, id) of the sampled tokens; `left_out`,
-    `rooms`: as in `Passing`, of all stages."""
-
-    epoch: int
-    number: int
     tokens: tuple[tuple[str, int], ...] = ()
-    left_out: tuple[tuple[str, int], ...] = ()
-    rooms: tuple[int, ...] = ()
 
 
 Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
@@ -164,7 +155,7 @@ class Microbatch:
     states: Sequence[RequestState]
     number: int = -1
     tokens: int = 0
-    answer: Answer | None = None
+    answer: Passing | None = None
 
     def without(self, gone: Sequence[bool]) -> Microbatch:
         """Returns the microbatch without the chunks for which `gone` is true."""

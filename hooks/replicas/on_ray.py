@@ -46,8 +46,8 @@ from .messages import (
     Join,
     Line,
     Message,
-    NewTokens,
     SupervisorRestarted,
+    Told,
     decoded,
     encoded,
 )
@@ -277,7 +277,7 @@ class RayProcesses:
         made: Any = ray.remote(ReplicaActor)
         self._actors[rank] = made.options(**_KEPT, **placed, **more).remote(self._fleet.options, self._name, rank)
         if rank in self._idle:
-            self._kill(rank, no_restart=False)
+            self.end(rank)
         self._watched.add(rank)
         threading.Thread(target=self._watch, args=(rank, self._actors[rank]), daemon=True).start()
 
@@ -295,25 +295,18 @@ class RayProcesses:
         """Whether `ended` would return any."""
         return bool(self._ended)
 
-    def end(self, rank: int) -> None:
-        """Kills the process of a rank, which Ray starts again."""
-        self._kill(rank, no_restart=False)
-
-    def abandon(self, rank: int) -> None:
-        """Ends the actor of a rank."""
-        self._kill(rank, no_restart=True)
+    def end(self, rank: int, for_good: bool = False) -> None:
+        """Kills the process of a rank, which Ray starts again unless it is `for_good`."""
+        if rank in self._actors:
+            with suppress(RayError):
+                ray.kill(self._actors[rank], no_restart=for_good)
 
     def close(self) -> None:
         """Ends all actors, and gives back what they had."""
         for rank in self._actors:
-            self._kill(rank, no_restart=True)
+            self.end(rank, for_good=True)
         if self._group is not None:
             remove_placement_group(self._group)
-
-    def _kill(self, rank: int, *, no_restart: bool) -> None:
-        if rank in self._actors:
-            with suppress(RayError):
-                ray.kill(self._actors[rank], no_restart=no_restart)
 
     def _watch(self, rank: int, actor: Any) -> None:
         """Waits for the end of a replica's process, or of what it does."""
@@ -354,7 +347,7 @@ class _Caller:
     inbox: InOrder = field(default_factory=InOrder)
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)
     number: int = 0
-    called: float = 0.0
+    called: float = field(default_factory=time.monotonic)  # it may be heard before it asks for news
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -416,8 +409,7 @@ class SupervisorActor:
         self._processes = RayProcesses(fleet, name, self._wakeup)
         self._members = _ActorMembers(self, self._processes, host, self._links.port, self._wakeup, fleet.cost)
         ports = SupervisorPorts(self._members, self._processes, self._wakeup, self._deliver, self._say)
-        self._parts = FleetSupervisor(fleet, ports)
-        self._supervisor = self._parts.supervisor
+        self._supervisor = FleetSupervisor(fleet, ports)
         threading.Thread(target=self._run, name="ballonet fleet", daemon=True).start()
 
     # -- calls
@@ -515,7 +507,7 @@ class SupervisorActor:
             if route is None:
                 self._routes[name] = _Route(request, front, 0.0, had)
             elif not self._is_gone(route.front) or route.request.prompt != request.prompt:
-                self.send(front, NewTokens(name, had, (), f"a request {name!r} has not ended yet: give another name"))
+                self.send(front, Told(name, 0, had, (), f"a request {name!r} has not ended yet: give another name"))
             else:
                 route.front, route.told = front, had
                 self._tell(route)
@@ -541,7 +533,7 @@ class SupervisorActor:
         if route.front is None:
             return
         told, route.told = route.told, max(route.told, len(request.delivered))
-        self.send(route.front, NewTokens(request.name, told, request.delivered[told:], route.error))
+        self.send(route.front, Told(request.name, request.assignment, told, request.delivered[told:], route.error))
         if request.over or route.error is not None:
             self._routes.pop(request.name, None)
 
@@ -607,7 +599,7 @@ class SupervisorActor:
                 time.sleep(self._tuning.retried)
             self._processes.close()
 
-        self._parts.close(end)
+        self._supervisor.end(end)
 
 
 class RayFleet:
@@ -720,10 +712,10 @@ class RayFleet:
         for message in messages:
             if isinstance(message, Line):
                 self._say(message.text)
-            elif isinstance(message, NewTokens):
+            elif isinstance(message, Told):
                 self._take(message)
 
-    def _take(self, told: NewTokens) -> None:
+    def _take(self, told: Told) -> None:
         with self._lock:
             request = self._open.get(told.request)
             if request is None:

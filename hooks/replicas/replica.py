@@ -113,7 +113,7 @@ class CountReport:
             setup.supervisor.post(Seen(self._machine, now, bars))
 
 
-_TAGS = ("kv", "arrival", "handover", "pull", "old")  # whose messages end an idle wait
+_TAGS = ("kv", "arrival", "handover", "pull")  # whose messages end an idle wait
 
 
 class Replica:

@@ -122,8 +122,8 @@ class LocalFleet:
         wakeup = Wakeup()
         pipes = ReplicaPipes(LOCAL, self._links.port, wakeup)
         self._children = ChildProcesses(fleet.options, fleet.devices, pipes)
-        self._parts = FleetSupervisor(fleet, SupervisorPorts(pipes, self._children, wakeup, self._told, say))
-        self.supervisor = self.clients = self._parts.supervisor
+        ports = SupervisorPorts(pipes, self._children, wakeup, self._told, say)
+        self.supervisor = self.clients = FleetSupervisor(fleet, ports)
         self._count = fleet.replicas
 
     @property
@@ -151,7 +151,7 @@ class LocalFleet:
 
     def close(self) -> None:
         """Ends requests and replicas. Idempotent."""
-        self._parts.close(lambda: self._children.close(self._tuning.joining))
+        self.supervisor.end(lambda: self._children.close(self._tuning.joining))
 
     def _told(self, request: Request, error: str | None) -> None:
         if self._front is not None:

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.controller import Controller
-from ...offload.policy.replicas.decisions import Entry, Note, Setup, decide
+from ...offload.policy.replicas.decisions import Note, Setup, decide
 from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.replicas.events import Event
 from ...offload.policy.replicas.groups import Group
@@ -29,7 +30,7 @@ from ...offload.policy.replicas.replacements import Replacements
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
-from .channel import Processes, ReplicaChannel, Wakeup
+from .channel import Members, Processes, Wakeup
 from .client_requests import ClientRequests
 from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
 from .microbatch_plan import Request
@@ -117,7 +118,7 @@ class SupervisorPorts:
     """What a supervisor reaches. `notify_client`: called on its thread with a request after each token, and with an
     error message when it failed; `say`: prints a line; `clock`: in seconds."""
 
-    replicas: ReplicaChannel
+    replicas: Members[Any]
     processes: Processes
     wakeup: Wakeup
     notify_client: Callable[[Request, str | None], object]
@@ -188,7 +189,7 @@ class Ranks:
         who = "a replica that had not joined yet" if member is None else f"replica {member}"
         wait = self._replacements.ended(rank, self._clock())
         if wait is None:
-            self._processes.abandon(rank)
+            self._processes.end(rank, for_good=True)
         then = "" if wait is None else "; another one is started" + (f" in {wait:.1f} s" if wait else "")
         self._say(f"{who} has ended: {how}{then}")
         return member, how
@@ -342,12 +343,6 @@ class Supervisor:
             self._thread.join()
         elif self._thread.ident is None:
             self._end()  # it never began
-
-    def collect(self) -> None:
-        """Takes in the last bars of replicas. To be called after `close`, once their processes have ended."""
-        while (received := self._replicas.take()) is not None:
-            if self._recording is not None and isinstance(received[1], Seen):
-                self._recording.seen(received[0], received[1])
 
     # -- for clients, on any thread
 
@@ -532,32 +527,30 @@ class Fleet:
     timeline: str | None = None
 
 
-class FleetSupervisor:
-    """The supervisor of a fleet, with what it writes down. Call `close` at the end."""
+class FleetSupervisor(Supervisor):
+    """The supervisor of a fleet, with what it writes down. Call `end` at the end."""
 
     def __init__(self, fleet: Fleet, ports: SupervisorPorts) -> None:
         """ManageError, ConfigError where a file cannot be written."""
         if fleet.timeline is not None:
             check(fleet.timeline)
         self._timeline = fleet.timeline
-        self._say = ports.say
         tuning = fleet.options.tuning
-        self._recording = None if fleet.timeline is None else Recording(ports.clock)
         self._log = None if fleet.log is None else DecisionFile(fleet.log, ports.say, tuning.log_bytes)
-        self.supervisor = Supervisor(ports, fleet.replicas, fleet.cost, tuning, self._note, self._recording)
+        recording = None if fleet.timeline is None else Recording(ports.clock)
+        note = self._log or (lambda entry: None)
+        super().__init__(ports, fleet.replicas, fleet.cost, tuning, note, recording)
 
-    def close(self, end_processes: Callable[[], object]) -> None:
+    def end(self, end_processes: Callable[[], object]) -> None:
         """Ends all requests, the replicas and the supervisor. `end_processes`: waits for the processes. Idempotent."""
-        self.supervisor.close()
+        self.close()
         end_processes()
         path, self._timeline = self._timeline, None
         if path is not None and self._recording is not None:
-            self.supervisor.collect()
+            while (received := self._replicas.take()) is not None:
+                if isinstance(received[1], Seen):
+                    self._recording.seen(received[0], received[1])
             write(self._recording.recording(), path)
             self._say(f"the timeline is in {path}")
         if self._log is not None:
             self._log.close()
-
-    def _note(self, entry: Entry) -> None:
-        if self._log is not None:
-            self._log(entry)

@@ -313,13 +313,10 @@ class FleetRun:
         self._ended += new
         return new
 
-    def end(self, rank: int) -> None:
+    def end(self, rank: int, for_good: bool = False) -> None:
         """Kills the process of a rank, if there is one."""
         if rank in self.processes:
             self.processes[rank].kill()
-
-    def abandon(self, rank: int) -> None:
-        """Does nothing."""
 
     # -- links
 

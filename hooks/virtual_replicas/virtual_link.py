@@ -76,7 +76,7 @@ class VirtualLink(LinkEnd):
                 self._send(*message)
             self.owner.wakeup.notify()
 
-    def send(self, tensor: Any, tag: str, urgent: bool = False, check: bool = False) -> None:
+    def send(self, tensor: Any, tag: str, urgent: bool = False) -> None:
         """Sends a tensor, or VirtualBytes, or what else has `nbytes`. LinkError."""
         if self._error is not None:
             raise self._new_error()

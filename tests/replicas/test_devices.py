@@ -15,7 +15,7 @@ from ballonet.allocator.devices import Runtime
 from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas import leader
-from ballonet.hooks.replicas.microbatch_plan import Answer
+from ballonet.hooks.replicas.microbatch_plan import Passing
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 
@@ -70,7 +70,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     most = [0, 0]
     stock = leader.record_of
 
-    def heard(tensor: torch.Tensor, kind: type[Answer]) -> Answer:
+    def heard(tensor: torch.Tensor, kind: type[Passing]) -> Passing:
         answer = stock(tensor, kind)
         left_out.extend(answer.left_out)
         return answer

@@ -6,7 +6,6 @@ import pytest
 
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Piece
 from ballonet.hooks.replicas.microbatch_plan import (
-    Answer,
     Chunk,
     MicrobatchPlan,
     Passing,
@@ -30,7 +29,7 @@ def test_records_arrive_as_they_were() -> None:
         ("d", "e"),
     )
     passing = Passing(2, 7, (("a", 1),), (40, 50), 2)
-    answer = Answer(2, 7, (("b", 12),), (("a", 1),), (40, 50, 60))
+    answer = Passing(2, 7, (("a", 1),), (40, 50, 60), tokens=(("b", 12),))
     handed = HandedOver(2, GROUP, (Handed(Request("a", (1, 2), 5, Sampling(7, 0.5), (9,), (4,)), 4),))
     for record in (plan, MicrobatchPlan(0, 0), passing, answer, handed, Piece("a", 40, 3, 2, 5, -(2**62))):
         assert record_of(tensor_of(record), type(record)) == record

@@ -151,7 +151,12 @@ class Loops:
         return connect
 
     def tell(self, member: int, *messages: Message) -> None:
-        self.desks[member].said.extend(messages)
+        """Sends messages; the preparation of an epoch says which groups end."""
+        stages = [loop._state.stage for loop in self.loops]
+        old = tuple({stage.group.members for stage in stages if stage is not None})
+        self.desks[member].said.extend(
+            replace(message, old=old) if isinstance(message, Prepare) else message for message in messages
+        )
 
     def tell_all(self, *messages: Message) -> None:
         for member in (0, 1):

@@ -67,10 +67,9 @@ class Played:
         found, self._gone = self._gone, []
         return found
 
-    def end(self, rank: int) -> None:
-        self.killed.append(rank)
-
-    def abandon(self, rank: int) -> None: ...
+    def end(self, rank: int, for_good: bool = False) -> None:
+        if not for_good:
+            self.killed.append(rank)
 
 
 class Scene:

@@ -53,11 +53,12 @@ class Recompute(Action, frozen=True):
 
 class Prepare(Action, frozen=True):
     """Members of the groups prepare an epoch while they serve. `pulls`: layers needed for spans that do not lie inside
-    the old ones."""
+    the old ones; `old`: members of the groups that end."""
 
     epoch: int
     groups: tuple[Group, ...]
     pulls: tuple[Pull, ...] = ()
+    old: tuple[tuple[int, ...], ...] = ()
 
 
 class Commit(Action, frozen=True):

@@ -155,7 +155,8 @@ class EpochProposals:
         epoch = self._state.next_epoch()
         members = frozenset(member for group in groups for member in group.members)
         self.proposal = Proposal(epoch, kind, tuple(old), tuple(groups), {*members}, at, pulls, members)
-        self._state.actions.append(Prepare(epoch, tuple(groups), pulls if kind is Kind.DROP else ()))
+        sent = pulls if kind is Kind.DROP else ()
+        self._state.actions.append(Prepare(epoch, tuple(groups), sent, self.proposal.old))
 
     def _homes(self, group: Group) -> dict[str, int] | None:
         """Returns the member that each request of a group goes to when the group ends; None where one does not fit."""
