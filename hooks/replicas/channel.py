@@ -47,8 +47,8 @@ class SupervisorChannel(Protocol):
 class Processes(Protocol):
     """The processes of replicas, one of each rank."""
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank. `cost`: of chunks; None: the replica measures it. OSError."""
+    def start(self, rank: int) -> None:
+        """Starts the replica of a rank. OSError."""
 
     def ended(self) -> list[tuple[int, str]]:
         """Returns the ranks of the processes that have ended since the last call, and how each did."""
@@ -176,12 +176,12 @@ class InOrder:
 
 class Members(ABC, Generic[Sender]):
     """The supervisor's end: who is a member, and what members have sent. Implementations add `send`, and call `hear`
-    and `leave` on threads of theirs; one thread takes, any may post. See Note [Joining]. `cost`: of chunks, for
-    replicas that join; None: it is not known."""
+    and `leave` on threads of theirs; one thread takes, any may post. See Note [Joining]. `cost`: of chunks, which
+    replicas are told when they join; None: they measure it."""
 
-    def __init__(self, host: str, links: int, wakeup: Wakeup, cost: ChunkCost | None = None) -> None:
+    def __init__(self, host: str, links: int, wakeup: Wakeup) -> None:
         """`host`, `links`: see messages.Welcome; `wakeup`: notified when a message comes."""
-        self.cost = cost
+        self.cost: ChunkCost | None = None
         self._host = host
         self._links = links
         self._wakeup = wakeup

@@ -29,7 +29,6 @@ from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...offload.policy.replicas.chunk_cost import ChunkCost
 from .channel import Members, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import Message, decoded, encoded
@@ -145,11 +144,11 @@ class ChildProcesses:
         """Ids of the running processes."""
         return tuple(process.pid for process in self._running.values() if process.pid is not None)
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
+    def start(self, rank: int) -> None:
         """Starts the replica of a rank. OSError."""
         pipe, environ = self._pipes.open(self._context), placed(rank, self._devices)
         # a daemon: if this process ends without `close`, its end does not wait for replicas
-        process = self._context.Process(target=_serve, args=(pipe, self._options, rank, cost, environ), daemon=True)
+        process = self._context.Process(target=_serve, args=(pipe, self._options, rank, environ), daemon=True)
         try:
             process.start()
         finally:
@@ -188,9 +187,7 @@ def placed(number: int, devices: int) -> dict[str, str]:
     return environ
 
 
-def _serve(
-    pipe: Connection, options: ReplicaOptions, rank: int, cost: ChunkCost | None, environ: Mapping[str, str]
-) -> None:
+def _serve(pipe: Connection, options: ReplicaOptions, rank: int, environ: Mapping[str, str]) -> None:
     """The process of a replica."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -199,7 +196,7 @@ def _serve(
     change_environment({**dict.fromkeys(environment()), **environ})
     channel = PipeToSupervisor(pipe, Wakeup(), options.tuning.joining, options.say)
     try:
-        run(options, installed(options), rank, cost, channel)
+        run(options, installed(options), rank, channel)
     except (BallonetError, PoolExhausted) as error:
         options.say(str(error))
         raise SystemExit(2) from None

@@ -59,7 +59,7 @@ class LedRequests:
 
     def cancel(self, request: str) -> None:
         """Forgets a request whose client has gone away, if it waits."""
-        self._early = [each for each in self._early if each.request.name != request]
+        self._early = [start for start in self._early if start.request.name != request]
 
     def add_report(self, request: Request, error: Exception | None) -> None:
         """Queues a report: the request's new token, or why it failed."""

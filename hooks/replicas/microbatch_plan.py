@@ -266,5 +266,5 @@ def state_of(request: Request, held: int = 0) -> RequestState:
         state.status = RequestStatus.PREFILLING
         state.position_offset = held
         state.remaining_prefill_tokens = state.initial_tokens[held:]
-    found: RequestState = state
-    return found
+    made: RequestState = state
+    return made

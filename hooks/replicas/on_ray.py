@@ -218,7 +218,7 @@ class ReplicaActor:
 
         def serve() -> None:
             try:
-                run(options, device, rank, None, channel)
+                run(options, device, rank, channel)
             except Exception as error:
                 self._how = f"{type(error).__name__}: {error}"
                 with suppress(SupervisorLost):
@@ -269,8 +269,8 @@ class RayProcesses:
                 f"{ray.available_resources()}: start fewer"
             )
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank, or waits for Ray to do so again. `cost`: it is told when it joins."""
+    def start(self, rank: int) -> None:
+        """Starts the replica of a rank, or waits for Ray to do so again."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         placed = {"num_cpus": 1, "num_gpus": self._fleet.gpus, "scheduling_strategy": strategy}
         more = {"name": f"{self._name} replica {rank}", "get_if_exists": True, "max_concurrency": 4}
@@ -407,7 +407,7 @@ class SupervisorActor:
         host = ray.util.get_node_ip_address()
         self._links = Store.host(host, timeout=self._tuning.store)  # ends with this process
         self._processes = RayProcesses(fleet, name, self._wakeup)
-        self._members = _ActorMembers(self, self._processes, host, self._links.port, self._wakeup, fleet.cost)
+        self._members = _ActorMembers(self, self._processes, host, self._links.port, self._wakeup)
         ports = SupervisorPorts(self._members, self._processes, self._wakeup, self._deliver, self._say)
         self._supervisor = FleetSupervisor(fleet, ports)
         threading.Thread(target=self._run, name="ballonet fleet", daemon=True).start()
@@ -483,7 +483,6 @@ class SupervisorActor:
             case Line():
                 self._say(message.text)
             case Join():
-                self._members.cost = self._supervisor.cost
                 self._members.hear(who, [message])
                 self._resume(message.requests)
             case _:

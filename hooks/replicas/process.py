@@ -160,9 +160,9 @@ def installed(options: ReplicaOptions) -> Device:
     return devices.require()
 
 
-def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
-    """Serves as a replica until its supervisor ends. `cost`: of chunks; None: it is measured. ManageError, SpliceError;
-    JoinRefused; SupervisorLost before it serves; torch.OutOfMemoryError."""
+def run(options: ReplicaOptions, device: Device, rank: int, channel: ToSupervisor) -> None:
+    """Serves as a replica until its supervisor ends. ManageError, SpliceError; JoinRefused; SupervisorLost before it
+    serves; torch.OutOfMemoryError."""
     name, say, tuning = options.model, options.say, options.tuning
     model = loaded(name, device, say)
     handle = managed(model, ManageOptions.of(options.manage))
@@ -175,11 +175,9 @@ def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | No
             layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
             welcome = channel.join(fingerprint)  # before it measures, as it may be refused
-            cost = (
-                cost
-                or welcome.cost
-                or _measured(ReplicaModel(name, model, splice, settings), layers, marks, say, tuning)
-            )
+            cost = welcome.cost
+            if cost is None:
+                cost = _measured(ReplicaModel(name, model, splice, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)

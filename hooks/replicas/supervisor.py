@@ -127,13 +127,11 @@ class SupervisorPorts:
 
 
 class Ranks:
-    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far; `cost`: of chunks,
-    None while it is not known."""
+    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
 
-    def __init__(self, count: int, ports: SupervisorPorts, cost: ChunkCost | None, tuning: Replicas) -> None:
-        """`count`: of ranks; `cost`: None: the first replicas measure it."""
+    def __init__(self, count: int, ports: SupervisorPorts, tuning: Replicas) -> None:
+        """`count`: of ranks."""
         self.replaced = 0
-        self.cost = cost
         self._ranks = range(count)
         self._processes = ports.processes
         self._clock = ports.clock
@@ -149,14 +147,13 @@ class Ranks:
     def start(self) -> None:
         """Starts the replicas of all ranks. OSError where a process cannot be started."""
         for rank in self._ranks:
-            self._processes.start(rank, self.cost)
+            self._processes.start(rank)
 
-    def joined(self, rank: int, member: int, cost: ChunkCost) -> bool:
-        """Notes that the replica of a rank has joined as a member, with its cost of chunks. False where that cannot be:
-        no process of the rank runs, or its replica has joined already."""
+    def joined(self, rank: int, member: int) -> bool:
+        """Notes that the replica of a rank has joined as a member. False where that cannot be: no process of the rank
+        runs, or its replica has joined already."""
         if not self._replacements.joined(rank, self._clock()):
             return False
-        self.cost = self.cost or cost
         self._members[rank] = member
         return True
 
@@ -168,7 +165,7 @@ class Ranks:
         for rank in self._replacements.due(self._clock()):
             self.replaced += 1
             try:
-                self._processes.start(rank, self.cost)
+                self._processes.start(rank)
             except OSError as error:
                 yield self._gone(rank, f"it could not be started: {error}")
 
@@ -310,13 +307,14 @@ class Supervisor:
         self.ready = threading.Event()  # a replica serves, or none ever will
         self._controller: Controller | None = None
         self._replicas = ports.replicas
+        self._replicas.cost = cost
         self._wakeup = ports.wakeup
         self._clock = ports.clock
         self._say = ports.say
         self._tuning = tuning
         self._note = note
         self._clients = ClientRequests(ports.clock, ports.notify_client, self._on, recording)
-        self._ranks = Ranks(ranks, ports, cost, replacing or tuning)
+        self._ranks = Ranks(ranks, ports, replacing or tuning)
         self._actions = ActionPerformer(ports, self._clients, self._ranks, self.ready, recording)
         self._hello: Hello | None = None
         self._counted: dict[int, Counted] = {}
@@ -376,7 +374,7 @@ class Supervisor:
     @property
     def cost(self) -> ChunkCost | None:
         """The cost of chunks; None where it is not known yet."""
-        return self._ranks.cost
+        return self._replicas.cost
 
     @property
     def waiting(self) -> int:
@@ -434,11 +432,12 @@ class Supervisor:
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
             self._replicas.post(member, End())
             return
-        if not self._ranks.joined(hello.rank, member, hello.cost):
+        if not self._ranks.joined(hello.rank, member):
             self._say(f"replica {member} is ended: no process of rank {hello.rank} runs that could have joined")
             self._replicas.post(member, End())
             return
         if self._controller is None:
+            self._replicas.cost = self._replicas.cost or hello.cost
             self._controller = controller_of(hello, self._tuning, self._note)
         self._failed = None
         self._say(f"replica {member} has joined, process {hello.process} on {hello.host}")

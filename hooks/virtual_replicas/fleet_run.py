@@ -299,7 +299,7 @@ class FleetRun:
 
     # -- processes
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
+    def start(self, rank: int) -> None:
         """Starts the replica of a rank; those that a fault adds start later. OSError where it has ended."""
         if rank in self.processes:
             raise OSError("no process of a simulation is started again")

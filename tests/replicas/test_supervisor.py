@@ -60,8 +60,8 @@ class Played:
     def post(self, member: int, message: Message) -> None:
         self._told.append((member, message))
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        self.started.append((rank, cost))
+    def start(self, rank: int) -> None:
+        self.started.append((rank, self.cost))
 
     def ended(self) -> list[tuple[int, str]]:
         found, self._gone = self._gone, []
