@@ -39,7 +39,6 @@ from transformers.cache_utils import (  # noqa: E402  # noqa: E402
     DynamicLayer,
     EncoderDecoderCache,
     LinearAttentionLayer,
-    StaticLayer,
 )
 from transformers.cache_utils import DummyLayer as NoAttention  # noqa: E402
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
@@ -68,7 +67,6 @@ __all__ = [
     "LinearAttentionLayer",
     "NoAttention",
     "SlidingLayer",
-    "StaticLayer",
     "StorageWeakRef",
     "TorchDispatchMode",
     "attention_of",

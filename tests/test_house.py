@@ -328,7 +328,6 @@ PROCESS = {
     "hooks/replicas/http_frontend.py": "_options",  # of one request
     "hooks/replicas/pair.py": "_device local_address",  # links share a thread of gloo, by the machine's address
     "hooks/server/tenants.py": "is_open asked_slo asked_seed",  # of one request
-    "hooks/splice/elsewhere.py": "_class_for",  # for each class of cache layers one, so that two are of one type
     "hooks/splice/splice.py": "_known",  # what was proven of a class of models, which no model changes
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules

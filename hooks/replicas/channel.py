@@ -1,12 +1,13 @@
 """The ports between the supervisor, its replicas and their processes, and the wait for all that a main loop has.
 
-Two implementations: processes.py, processes of this machine and pipes; on_ray.py, actors of Ray and their calls. A
-replica's end and who is admitted are the same in both.
+Three implementations: child_processes.py, processes of this machine and pipes; on_ray.py, actors of Ray and their
+calls; virtual_replicas/fleet_run.py, of predictions and tests, in virtual time. A replica's end, who is admitted, and
+what a member has sent are the same in all.
 
 Note [Joining]
-    A replica sends its fingerprint, and again after it was taken for lost, or after the supervisor was started again.
-    The supervisor compares it with that of the first replica, and answers with a member number that was never used, or
-    with the differences. What comes from the replica counts as of the latest number.
+    A replica sends its fingerprint, and again after the supervisor was started again. The supervisor compares it with
+    that of the first replica, and answers with a member number that was never used, or with the differences. What comes
+    from the replica counts as of the latest number.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...offload.policy.replicas.pipeline import ChunkCost
 from .errors import NoAnswer, OtherModel, SupervisorLost
@@ -24,6 +25,7 @@ from .messages import Fingerprint, Join, JoinRefusal, Message, SupervisorRestart
 from .microbatch_plan import Request
 
 _Found = TypeVar("_Found")
+Sender = TypeVar("Sender", bound=Hashable)  # whom a channel hears: a pipe, or a name
 
 
 class SupervisorChannel(Protocol):
@@ -42,37 +44,17 @@ class SupervisorChannel(Protocol):
         """Sends messages. Several in one call cost little more than one. SupervisorLost."""
 
 
-class ReplicaSink(Protocol):
-    """Sends messages to replicas."""
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to one replica, without waiting for it to be read. Nothing where there is no such one."""
-
-
-class ReplicaChannel(ReplicaSink, Protocol):
-    """The supervisor's end: messages to and from replicas."""
-
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message, (member, message); None where none has come."""
-
-    def has(self) -> bool:
-        """Returns whether a message has come."""
-
-
 class Processes(Protocol):
     """The processes of replicas, one of each rank."""
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank. `cost`: of chunks; None: the replica measures it. OSError."""
+    def start(self, rank: int) -> None:
+        """Starts the replica of a rank. OSError."""
 
     def ended(self) -> list[tuple[int, str]]:
         """Returns the ranks of the processes that have ended since the last call, and how each did."""
 
-    def end(self, rank: int) -> None:
-        """Kills the process of a rank, if there is one."""
-
-    def abandon(self, rank: int) -> None:
-        """Notes that no other process of this rank will be started."""
+    def end(self, rank: int, for_good: bool = False) -> None:
+        """Kills the process of a rank, if there is one. `for_good`: no other one will be started."""
 
 
 class Wakeup:
@@ -98,9 +80,9 @@ class Wakeup:
         while True:
             with self._condition:
                 notified = self._notified
-            found = look()
-            if found is not None:
-                return found
+            answer = look()
+            if answer is not None:
+                return answer
             left = None if end is None else end - self.clock()
             if left is not None and left <= 0:
                 return None
@@ -185,27 +167,77 @@ class InOrder:
         """Takes in what has a number, and returns the messages that are next."""
         if number > self._last:
             self._early[number] = packed
-        found: list[Message] = []
+        messages: list[Message] = []
         while (following := self._early.pop(self._last + 1, None)) is not None:
             self._last += 1
-            found += decoded(following)
-        return found
+            messages += decoded(following)
+        return messages
 
 
-class MemberAdmission:
-    """Who is a member. Thread-safe as far as its user is. See Note [Joining]."""
+class Members(ABC, Generic[Sender]):
+    """The supervisor's end: who is a member, and what members have sent. Implementations add `send`, and call `hear`
+    and `leave` on threads of theirs; one thread takes, any may post. See Note [Joining]. `cost`: of chunks, which
+    replicas are told when they join; None: they measure it."""
 
-    def __init__(self, host: str, links: int) -> None:
-        """`host`, `links`: see messages.Welcome."""
+    def __init__(self, host: str, links: int, wakeup: Wakeup) -> None:
+        """`host`, `links`: see messages.Welcome; `wakeup`: notified when a message comes."""
+        self.cost: ChunkCost | None = None
         self._host = host
         self._links = links
+        self._wakeup = wakeup
         self._admitted = 0
         self._served: Fingerprint | None = None  # of the first replica
+        self._senders: dict[int, Sender] = {}  # by member
+        self._numbers: dict[Sender, int] = {}  # the latest of each
+        self._received: deque[tuple[int, Message]] = deque()
+        self._lock = threading.Lock()  # of who is a member
 
-    def answer(self, fingerprint: Fingerprint) -> Welcome | JoinRefusal:
-        """Returns the answer to a replica that joins."""
-        self._served = self._served or fingerprint
-        if differences := self._served.differences(fingerprint):
-            return JoinRefusal(differences)
-        self._admitted += 1
-        return Welcome(self._admitted - 1, self._host, self._links)
+    @abstractmethod
+    def send(self, sender: Sender, message: Message) -> None:
+        """Sends a message to a replica, without waiting for it to be read."""
+
+    def hear(self, sender: Sender, messages: Iterable[Message]) -> None:
+        """Takes in messages of a replica, in order; drops those before it is admitted."""
+        for message in messages:
+            if isinstance(message, Join):
+                self._admit(sender, message.fingerprint)
+            elif (member := self._numbers.get(sender)) is not None:
+                self._received.append((member, message))
+        self._wakeup.notify()
+
+    def leave(self, sender: Sender) -> None:
+        """Notes that nothing more comes from a replica, nor goes there."""
+        with self._lock:
+            member = self._numbers.pop(sender, None)
+            if member is not None:
+                del self._senders[member]
+        self._wakeup.notify()
+
+    def take(self) -> tuple[int, Message] | None:
+        """Removes and returns the next message, (member, message); None where none has come."""
+        return self._received.popleft() if self._received else None
+
+    def has(self) -> bool:
+        """Returns whether a message has come."""
+        return bool(self._received)
+
+    def post(self, member: int, message: Message) -> None:
+        """Sends a message to one replica, without waiting. Nothing where there is no such one."""
+        with self._lock:
+            sender = self._senders.get(member)
+        if sender is not None:
+            self.send(sender, message)
+
+    def _admit(self, sender: Sender, fingerprint: Fingerprint) -> None:
+        """Gives a replica that joins a number, or the differences."""
+        self.leave(sender)
+        with self._lock:
+            self._served = self._served or fingerprint
+            answer: Message
+            if differences := self._served.differences(fingerprint):
+                answer = JoinRefusal(differences)
+            else:
+                answer = Welcome(self._admitted, self._host, self._links, self.cost)
+                self._senders[self._admitted], self._numbers[sender] = sender, self._admitted
+                self._admitted += 1
+        self.send(sender, answer)

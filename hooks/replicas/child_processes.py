@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -30,11 +29,10 @@ from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...offload.policy.replicas.pipeline import ChunkCost
-from .channel import MemberAdmission, ToSupervisor, Wakeup
+from .channel import Members, ToSupervisor, Wakeup
 from .errors import SupervisorLost
-from .messages import Join, Message, Welcome, decoded, encoded
-from .process import ReplicaOptions, serve
+from .messages import Message, decoded, encoded
+from .process import ReplicaOptions, installed, run
 
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _IMPORTED: Final = ("ballonet.hooks.replicas.process", "ballonet.allocator.install")
@@ -74,80 +72,47 @@ class PipeToSupervisor(ToSupervisor):
         self.lose()
 
 
-class ReplicaPipes:
-    """The supervisor's ends of all pipes, a channel.ReplicaChannel. One thread takes and opens; any may post."""
+class ReplicaPipes(Members["ReplicaPipe"]):
+    """The supervisor's ends of all pipes. One thread opens."""
 
-    def __init__(self, admission: MemberAdmission, wakeup: Wakeup) -> None:
-        """`wakeup`: notified when a message comes, and when a pipe ends."""
-        self._admission = admission
-        self._wakeup = wakeup
-        self._lock = threading.Lock()  # of the members
-        self._members: dict[int, _Pipe] = {}
-        self._open: list[_Pipe] = []
-        self._received: deque[tuple[int, Message]] = deque()
+    def __init__(self, host: str, links: int, wakeup: Wakeup) -> None:
+        """The arguments are those of Members. `wakeup`: is also notified when a pipe ends."""
+        super().__init__(host, links, wakeup)
+        self._open: list[ReplicaPipe] = []
 
     def open(self, context: Any = multiprocessing) -> Connection:
         """Makes a pipe, and returns the end for a replica. `context`: of multiprocessing."""
         mine, its = context.Pipe()
-        pipe = _Pipe(mine)
+        pipe = ReplicaPipe(mine)
         self._open = [*(other for other in self._open if not other.ended.is_set()), pipe]
         threading.Thread(target=self._read, args=(pipe,), name="ballonet replica in", daemon=True).start()
-        found: Connection = its
-        return found
+        end: Connection = its
+        return end
 
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message, (member, message); None where none has come."""
-        return self._received.popleft() if self._received else None
-
-    def has(self) -> bool:
-        """Returns whether a message has come."""
-        return bool(self._received)
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to one replica, without waiting. Nothing where its pipe has ended."""
-        with self._lock:
-            pipe = self._members.get(member)
-        if pipe is not None:
-            pipe.outgoing.put(message)
+    def send(self, sender: ReplicaPipe, message: Message) -> None:
+        """Sends a message over a pipe, without waiting."""
+        sender.outgoing.put(message)
 
     def close(self, patience: float) -> None:
         """Waits until all messages of replicas that have ended are there, at most so many seconds each."""
         for pipe in self._open:
             pipe.ended.wait(patience)
 
-    def _read(self, pipe: _Pipe) -> None:
-        """Admits a replica, and takes in its messages until it ends."""
+    def _read(self, pipe: ReplicaPipe) -> None:
+        """Takes in the messages of a replica until it ends."""
         with suppress(OSError, EOFError, ValueError):
             while True:
-                for message in decoded(pipe.connection.recv_bytes()):
-                    if isinstance(message, Join):
-                        self._admit(pipe, message)
-                    elif pipe.member is not None:
-                        self._received.append((pipe.member, message))
-                self._wakeup.notify()
-        with self._lock:
-            self._members = {member: other for member, other in self._members.items() if other is not pipe}
+                self.hear(pipe, decoded(pipe.connection.recv_bytes()))
         pipe.outgoing.put(None)
         pipe.ended.set()
-        self._wakeup.notify()
-
-    def _admit(self, pipe: _Pipe, join: Join) -> None:
-        with self._lock:
-            answer = self._admission.answer(join.fingerprint)
-            self._members.pop(-1 if pipe.member is None else pipe.member, None)
-            if isinstance(answer, Welcome):
-                pipe.member = answer.member
-                self._members[answer.member] = pipe
-        pipe.outgoing.put(answer)
+        self.leave(pipe)
 
 
-class _Pipe:
-    """A pipe. `member`: the replica's latest number, None before it is admitted; `outgoing`: messages to it, None: the
-    end."""
+class ReplicaPipe:
+    """The supervisor's end of a pipe. `outgoing`: messages to the replica, None: the end."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.member: int | None = None
         self.outgoing: SimpleQueue[Message | None] = SimpleQueue()
         self.ended = threading.Event()  # of what the replica says
         threading.Thread(target=self._send, name="ballonet replica out", daemon=True).start()
@@ -179,11 +144,11 @@ class ChildProcesses:
         """Ids of the running processes."""
         return tuple(process.pid for process in self._running.values() if process.pid is not None)
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
+    def start(self, rank: int) -> None:
         """Starts the replica of a rank. OSError."""
         pipe, environ = self._pipes.open(self._context), placed(rank, self._devices)
         # a daemon: if this process ends without `close`, its end does not wait for replicas
-        process = self._context.Process(target=_serve, args=(pipe, self._options, rank, cost, environ), daemon=True)
+        process = self._context.Process(target=_serve, args=(pipe, self._options, rank, environ), daemon=True)
         try:
             process.start()
         finally:
@@ -197,13 +162,10 @@ class ChildProcesses:
         self._running = {rank: process for rank, process in self._running.items() if rank not in gone}
         return [(rank, _how(code)) for rank, code in gone.items()]
 
-    def end(self, rank: int) -> None:
+    def end(self, rank: int, for_good: bool = False) -> None:
         """Kills the process of a rank, if there is one."""
         if rank in self._running:
             self._running[rank].kill()
-
-    def abandon(self, rank: int) -> None:
-        """Does nothing: a process that has ended starts no other."""
 
     def close(self, patience: float) -> None:
         """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""
@@ -225,9 +187,7 @@ def placed(number: int, devices: int) -> dict[str, str]:
     return environ
 
 
-def _serve(
-    pipe: Connection, options: ReplicaOptions, rank: int, cost: ChunkCost | None, environ: Mapping[str, str]
-) -> None:
+def _serve(pipe: Connection, options: ReplicaOptions, rank: int, environ: Mapping[str, str]) -> None:
     """The process of a replica."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -236,7 +196,7 @@ def _serve(
     change_environment({**dict.fromkeys(environment()), **environ})
     channel = PipeToSupervisor(pipe, Wakeup(), options.tuning.joining, options.say)
     try:
-        serve(options, rank, cost, channel)
+        run(options, installed(options), rank, channel)
     except (BallonetError, PoolExhausted) as error:
         options.say(str(error))
         raise SystemExit(2) from None

@@ -25,11 +25,11 @@ from .recording import Recording
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `came`: when it arrived; `assignment`: counts how often it was given to a group."""
+    """One request. `came`: when it arrived; `first`: when it got its first token, None before that."""
 
     request: Request
     came: float
-    assignment: int = 0
+    first: float | None = None
 
 
 class RepeatedOtherwise(RuntimeError):
@@ -57,7 +57,7 @@ class RequestLedger:
     def assign(self, name: str) -> Entry:
         """Counts that a request is given to a group, to be computed after its delivered tokens. KeyError."""
         entry = self._entries[name]
-        entry.assignment += 1
+        entry.request = structs.replace(entry.request, assignment=entry.request.assignment + 1)
         return entry
 
     def entry(self, name: str) -> Entry:
@@ -72,7 +72,7 @@ class RequestLedger:
         has a later assignment. `before`: tokens of the answer before these. RepeatedOtherwise; ValueError where tokens
         in between are missing."""
         entry = self._entries.get(name)
-        if entry is None or entry.assignment != assignment:
+        if entry is None or entry.request.assignment != assignment:
             return ()
         had = entry.request.delivered
         if before > len(had):
@@ -92,8 +92,8 @@ class RequestLedger:
 
 
 class ClientRequests:
-    """The requests of clients. `submit`, `cancel` and `drop` are for any thread, all else for the supervisor's.
-    `waiting`: names of requests that wait for their first token."""
+    """The requests of clients. `submit`, `cancel`, `drop` and `waiting` are for any thread, all else for the
+    supervisor's."""
 
     def __init__(
         self,
@@ -104,14 +104,12 @@ class ClientRequests:
     ) -> None:
         """`notify_client`: called with a request after each token, and with an error message when it failed;
         `notify_controller`: called with events for the controller."""
-        self.waiting: set[str] = set()
         self._clock = clock
         self._notify_client = notify_client
         self._notify_controller = notify_controller
         self._recording = recording
         self._ledger = RequestLedger()
         self._inbox: deque[Request | str] = deque()  # new requests, and names of those that are cancelled
-        self._first: dict[str, float] = {}  # when requests got their first tokens
 
     def __len__(self) -> int:
         """Returns the number of requests that have not ended."""
@@ -121,12 +119,17 @@ class ClientRequests:
 
     def submit(self, request: Request) -> None:
         """Queues a new request."""
-        self.waiting.add(request.name)
         self._inbox.append(request)
 
     def cancel(self, name: str) -> None:
         """Queues the end of a request whose client has gone away."""
         self._inbox.append(name)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for their first token."""
+        queued = sum(isinstance(asked, Request) for asked in tuple(self._inbox))
+        return queued + sum(not entry.request.delivered for entry in self._ledger)
 
     @property
     def has_news(self) -> bool:
@@ -153,13 +156,13 @@ class ClientRequests:
     def assign(self, names: Iterable[str], epoch: int) -> list[Start]:
         """Assigns requests to a group, and returns the messages that start them, after their delivered tokens. Leaves
         out those that have ended."""
-        found = []
+        starts = []
         for name in names:
             if name in self._ledger:
                 entry = self._ledger.assign(name)
                 request = structs.replace(entry.request, waited=self._clock() - entry.came)
-                found.append(Start(epoch, request, entry.assignment))
-        return found
+                starts.append(Start(epoch, request))
+        return starts
 
     def deliver(self, told: Told) -> None:
         """Takes in a replica's report of tokens, or of an error, and notifies the client."""
@@ -171,15 +174,13 @@ class ClientRequests:
             self.fail(told.request, str(error))
             return
         entry = self._ledger.entry(told.request)
-        if told.error is not None and entry.assignment == told.assignment:
+        if told.error is not None and entry.request.assignment == told.assignment:
             self.fail(told.request, told.error)
             return
         if not new:
             return
-        self.waiting.discard(told.request)
         request = entry.request
-        if self._recording is not None:
-            self._first.setdefault(request.name, self._clock())
+        entry.first = self._clock() if entry.first is None else entry.first
         if request.over:
             self._finish(request.name)
             self._notify_controller(protocol.Finished(self._clock(), request.name))
@@ -208,8 +209,7 @@ class ClientRequests:
         """Notifies all clients, also of queued requests, that their requests end with an error."""
         for entry in self._ledger:
             self._notify_client(entry.request, why)
-            self._record(entry.request.name, entry.came)
-        self.waiting.clear()
+            self._finish(entry.request.name)
         self.drop(why)
 
     def drop(self, why: str) -> None:
@@ -218,17 +218,15 @@ class ClientRequests:
             while self._inbox:
                 asked = self._inbox.popleft()
                 if isinstance(asked, Request):
-                    self.waiting.discard(asked.name)
                     self._notify_client(asked, why)
 
     def _finish(self, name: str) -> Request | None:
-        self.waiting.discard(name)
         entry = self._ledger.end(name)
         if entry is None:
             return None
-        self._record(name, entry.came)
+        self._record(entry)
         return entry.request
 
-    def _record(self, name: str, came: float) -> None:
+    def _record(self, entry: Entry) -> None:
         if self._recording is not None:
-            self._recording.request(name, came, self._first.pop(name, None))
+            self._recording.request(entry.request.name, entry.came, entry.first)

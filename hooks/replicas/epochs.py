@@ -21,8 +21,8 @@ from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.protocol import Reason
 from .channel import SupervisorChannel
-from .errors import ChecksumError, Interrupted, LinkError
-from .kv_exchange import Handed, HandedOver, Handover
+from .errors import Interrupted, LinkError
+from .kv_exchange import Handed, HandedOver, Handover, Regrouping
 from .layer_moves import LayerMoves, ReplicaSetup, reason_of
 from .leader import Leader
 from .link import Link, LinkState
@@ -32,11 +32,10 @@ from .stage import Stage, WatchedLink
 
 
 class LedRequests:
-    """Keeps the assignment of each request (client_requests.py), and those that came before their epoch began here."""
+    """Starts requests, those that came before their epoch began here as soon as it does, and reports their tokens."""
 
     def __init__(self, supervisor: SupervisorChannel) -> None:
         self._supervisor = supervisor
-        self._assignments: dict[str, int] = {}
         self._early: list[Start] = []
         self._news: list[Told] = []
 
@@ -47,7 +46,6 @@ class LedRequests:
         if start.epoch > epoch or leader is None:
             self._early.append(start)
             return
-        self._assignments[start.request.name] = start.assignment
         try:
             leader.requests.add(start.request)
         except BallonetError as error:
@@ -56,43 +54,25 @@ class LedRequests:
     def start_early(self, epoch: int, leader: Leader | None) -> None:
         """Starts all requests that waited for this epoch or its leader."""
         early, self._early = self._early, []
-        for each in early:
-            self.start(each, epoch, leader)
+        for start in early:
+            self.start(start, epoch, leader)
 
     def cancel(self, request: str) -> None:
-        """Forgets a request whose client has gone away."""
-        self._assignments.pop(request, None)
-        self._early = [each for each in self._early if each.request.name != request]
-
-    def release_assignment(self, request: str) -> int | None:
-        """Forgets a request that is handed over, and returns its assignment; None: it was cancelled, or has ended."""
-        return self._assignments.pop(request, None)
-
-    def adopt(self, handed: Handed) -> None:
-        """Takes a request from another group."""
-        self._assignments[handed.request.name] = handed.assignment
+        """Forgets a request whose client has gone away, if it waits."""
+        self._early = [start for start in self._early if start.request.name != request]
 
     def add_report(self, request: Request, error: Exception | None) -> None:
         """Queues a report: the request's new token, or why it failed."""
-        assignment = self._assignments.get(request.name)
-        if assignment is None:
-            return
         before = len(request.delivered) - (error is None)
         tokens = request.delivered[before:]
         said = None if error is None else f"{type(error).__name__}: {error}"
-        self._news.append(Told(request.name, assignment, before, tokens, said))
-        if error is not None or request.over:
-            self._assignments.pop(request.name, None)
+        self._news.append(Told(request.name, request.assignment, before, tokens, said))
 
     def send_reports(self) -> None:
         """Sends the queued reports of all requests in one message. SupervisorLost."""
         news, self._news = self._news, []
         if news:
             self._supervisor.post(*news)
-
-    def forget(self) -> None:
-        """Forgets all requests, as the group has ended: the supervisor has them."""
-        self._assignments.clear()
 
 
 class PendingEpoch:
@@ -103,7 +83,8 @@ class PendingEpoch:
     def __init__(
         self, wanted: protocol.Prepare, mine: Group, me: int, old: Group | None, links: dict[int, Link]
     ) -> None:
-        """Sends all peers the leader of this replica's present group, `old`. `links`: to the peers, being formed."""
+        """`old`: the present group of this replica; `links`: to the peers, being formed. `leaders`: first stages of the
+        old groups of this replica and its peers."""
         self.epoch = wanted.epoch
         self.mine = mine
         self.links = links
@@ -115,33 +96,19 @@ class PendingEpoch:
         self._me = me
         self._groups = wanted.groups
         self._homes: dict[str, int] = {}
-        self._leaders = {me: me if old is None else old.members[0]}  # of the old groups, by member
-        for link in links.values():
-            with suppress(LinkError):  # a peer may have given the epoch up already: see `has_lost_link`
-                link.send(tensor_of(self._leaders[me]), "old", urgent=True)
-
-    @property
-    def leaders(self) -> frozenset[int]:
-        """First stages of the old groups of this replica and its peers, as far as received."""
-        return frozenset(self._leaders.values())
-
-    @property
-    def has_lost_link(self) -> bool:
-        """Whether a link is lost."""
-        return any(link.state is LinkState.LOST for link in self.links.values())
+        self._leader = me if old is None else old.members[0]
+        of_peers = [members[0] for members in wanted.old if not links.keys().isdisjoint(members)]
+        self.leaders = frozenset((self._leader, *of_peers))
 
     @property
     def is_connected(self) -> bool:
-        """Whether all links are open, and all peers have sent their leader."""
-        return all(link.state is LinkState.OPEN for link in self.links.values()) and len(self._leaders) > len(
-            self.links
-        )
+        """Whether all links are open."""
+        return all(link.state is LinkState.OPEN for link in self.links.values())
 
     @property
     def can_enter(self) -> bool:
         """Whether the first stage of this replica's old group has sent its HandedOver, so the epoch can be entered."""
-        own = self._leaders[self._me]
-        return any(each.leader == own for each in self.handed_over)
+        return any(told.leader == self._leader for told in self.handed_over)
 
     def commit(self, homes: Iterable[tuple[str, int]]) -> None:
         """Notes that the epoch is committed. `homes`: for each request, a member of its new group."""
@@ -154,25 +121,17 @@ class PendingEpoch:
         return self.mine if member is None else next(group for group in self._groups if member in group.members)
 
     def poll(self) -> None:
-        """Receives the leaders of the peers and, once the epoch is committed, the handovers of the old groups."""
-        for member, link in self.links.items():
-            if member not in self._leaders and link.has("old") and (found := link.take("old")) is not None:
-                self._leaders[member] = record_of(found, int)
-        if self.committed:
-            self.handed_over += receive_handovers(self.links)
+        """Receives the handovers of the old groups. LinkError."""
+        self.handed_over += receive_handovers(self.links)
 
-    def hand_over_requests(self, stage: Stage, requests: LedRequests) -> None:
+    def hand_over_requests(self, stage: Stage) -> None:
         """Sends all peers the requests of the old group, of which this replica is the first stage."""
         leader = stage.leader
         assert leader is not None
-        handed = []
-        for name in list(leader.requests.by_name):
-            held = leader.requests.held(name)
-            request = leader.requests.release(name)
-            assignment = requests.release_assignment(name)
-            if assignment is not None:
-                handed.append(Handed(request, held, assignment))
-        told = HandedOver(self._me, stage.group, tuple(handed))
+        requests = leader.requests
+        held = {name: requests.held(name) for name in requests.by_name}
+        handed = tuple(Handed(requests.release(name), tokens) for name, tokens in held.items())
+        told = HandedOver(self._me, stage.group, handed)
         for link in self.links.values():
             link.send(tensor_of(told), "handover", urgent=True)
         self.handed_over.append(told)
@@ -181,8 +140,8 @@ class PendingEpoch:
 def receive_handovers(links: Mapping[int, Link]) -> Iterator[HandedOver]:
     """Yields the handovers that have come over these links. LinkError."""
     for link in links.values():
-        while link.has("handover") and (found := link.take("handover")) is not None:
-            yield record_of(found, HandedOver)
+        while link.has("handover") and (told := link.take("handover")) is not None:
+            yield record_of(told, HandedOver)
 
 
 class EpochState:
@@ -231,14 +190,12 @@ class EpochState:
         self.begin_stage(pending.mine, pending.epoch, pending.links, moves)
         assert self.stage is not None
         old = None if self._old is None else self._old.cache
-        took, most = self._requests.adopt, setup.tuning.piece
-        self.handover = Handover(
-            setup.me, old, self.stage, pending.new_group_of, self.links, pending.leaders, took, self._damaged, most
-        )
+        regrouping = Regrouping(setup.me, pending.new_group_of, self.links, pending.leaders)
+        self.handover = Handover(regrouping, old, self.stage, self._damaged, setup.tuning.piece)
         for request in pending.cancelled:
             self.handover.cancel(request)
-        for each in pending.handed_over:
-            self.handover.take_in(each)
+        for told in pending.handed_over:
+            self.handover.take_in(told)
 
     def exchange_kv(self) -> bool:
         """Takes steps of the handover, for `tuning.exchanging` seconds. Returns whether it did anything. LinkError."""
@@ -262,7 +219,7 @@ class EpochState:
         for link in self.links.values():
             for tag in ("kv header", "kv", "arrival"):
                 while link.error is None and link.has(tag):
-                    with suppress(ChecksumError, LinkError):
+                    with suppress(LinkError):
                         link.take(tag)
 
     def _damaged(self, member: int, request: str) -> None:
@@ -277,7 +234,6 @@ class EpochState:
         if (times := self._setup.replica.times) is not None:
             times.set_open_stages(0)
         self.links, self.handover = {}, None
-        self._requests.forget()
         self._old = self.stage = None
 
     def close_links(self, links: Iterable[Link]) -> None:
@@ -285,7 +241,7 @@ class EpochState:
         for link in links:
             link.begin_close()
             self._closing.append(link)
-        self._closing = [each for each in self._closing if not each.finished]
+        self._closing = [link for link in self._closing if not link.finished]
 
     def wait_closed(self) -> None:
         """Waits until the links that were closed have ended."""
@@ -297,12 +253,11 @@ class EpochState:
 class EpochChange:
     """Changes the epoch. Used by one thread. `pending`: the next epoch, None while there is none."""
 
-    def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves, requests: LedRequests) -> None:
+    def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves) -> None:
         self.pending: PendingEpoch | None = None
         self._setup = setup
         self._state = state
         self._moves = moves
-        self._requests = requests
 
     @property
     def links(self) -> Mapping[int, Link]:
@@ -366,7 +321,7 @@ class EpochChange:
         if not pending.committed:
             return not pending.reported and self._prepare_step(pending)
         if stage is not None and stage.leader is not None and not stage.leader.plans and stage.drained:
-            pending.hand_over_requests(stage, self._requests)
+            pending.hand_over_requests(stage)
         if not pending.can_enter:
             return False
         self.pending = None
@@ -380,9 +335,6 @@ class EpochChange:
         return True
 
     def _prepare_step(self, pending: PendingEpoch) -> bool:
-        if pending.has_lost_link:
-            self._fail(pending, Reason.LINK)
-            return True
         if not pending.is_connected:
             return False
         try:

@@ -34,23 +34,6 @@ class LinkClosed(LinkError):
         return f"the link to replica {self.peer} in epoch {self.epoch} is closed: {self.reason}"
 
 
-class ChecksumError(ReplicaError):
-    """The bytes of one message are not those that were sent; its link and all other messages are good. `tag`: of the
-    message."""
-
-    def __init__(self, epoch: int, peer: int, tag: str) -> None:
-        super().__init__(epoch, peer, tag)
-        self.epoch = epoch
-        self.peer = peer
-        self.tag = tag
-
-    def __str__(self) -> str:
-        return (
-            f"message {self.tag!r} of replica {self.peer} in epoch {self.epoch} arrived with other bytes than it was "
-            "sent with: compute it again, or have it sent again"
-        )
-
-
 class NoAnswer(ReplicaError):
     """A wait for `what` has timed out after `seconds`."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -27,8 +27,9 @@ from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
-from .replica_model import SpanCache, SpanRunner, States
+from ..splice.forms import States
+from .microbatch_plan import Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
+from .replica_model import StageParts, room_of
 
 _KEY: Final = struct.Struct("<qq")
 _BITS: Final = struct.Struct("<Q")
@@ -46,27 +47,27 @@ def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequen
     transformers. `positions`: of the returned tokens."""
     logits = logits.float()
     likeliest = logits.argmax(-1)
-    drawn = [row for row, each in enumerate(settings) if each.temperature > 0]
+    drawn = [row for row, sampling in enumerate(settings) if sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         chosen = _draw(logits[rows], [settings[row] for row in drawn], [positions[row] for row in drawn])
         likeliest[rows] = chosen
-    found: list[int] = likeliest.tolist()
-    return found
+    tokens: list[int] = likeliest.tolist()
+    return tokens
 
 
 def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
-    scores, order = (logits / column([each.temperature for each in settings], torch.float32)).sort(stable=True)
+    scores, order = (logits / column([sampling.temperature for sampling in settings], torch.float32)).sort(stable=True)
     vocabulary = scores.shape[-1]
-    kept = column([min(each.top_k or vocabulary, vocabulary) for each in settings], torch.int64)
+    kept = column([min(sampling.top_k or vocabulary, vocabulary) for sampling in settings], torch.int64)
     scores = scores.masked_fill(scores < scores.gather(-1, vocabulary - kept), -torch.inf)
-    unlikely = scores.softmax(-1).cumsum(-1) <= 1 - column([each.top_p for each in settings], torch.float32)
+    unlikely = scores.softmax(-1).cumsum(-1) <= 1 - column([sampling.top_p for sampling in settings], torch.float32)
     unlikely[:, -1] = False
     mass = scores.masked_fill(unlikely, -torch.inf).double().softmax(-1).cumsum(-1)
-    drawn = [uniform(each.seed, position) for each, position in zip(settings, positions, strict=True)]
+    drawn = [uniform(sampling.seed, position) for sampling, position in zip(settings, positions, strict=True)]
     threshold = column(drawn, torch.float64) * mass[:, -1:]
     rank = torch.searchsorted(mass, threshold, right=True).clamp(max=vocabulary - 1)
     return order.gather(-1, rank)[:, 0]
@@ -79,25 +80,15 @@ class OutOfStep(RuntimeError):
 class Follower:
     """A stage after the first. Used by one thread. `stage`: its number, from 1 on."""
 
-    def __init__(
-        self,
-        epoch: int,
-        stage: int,
-        cache: SpanCache,
-        runner: SpanRunner,
-        before: StageLink,
-        after: StageLink,
-        room: Callable[[], int],
-    ) -> None:
-        """`before`, `after`: links to the neighbouring stages; after the last stage comes the first. `room`: returns
-        the bytes that KV may take beyond the present ones."""
-        self.epoch = epoch
+    def __init__(self, stage: int, parts: StageParts) -> None:
+        assert parts.before is not None
+        assert parts.after is not None
+        self.epoch = parts.epoch
         self.stage = stage
-        self.cache = cache
-        self._runner = runner
-        self._before = before
-        self._after = after
-        self._room = room
+        self.cache = parts.cache
+        self._runner = parts.runner
+        self._before = parts.before
+        self._after = parts.after
         self._number = 0
         self._states: dict[str, RequestState] = {}
         self._sampling: dict[str, Sampling] = {}
@@ -113,7 +104,7 @@ class Follower:
     def room(self) -> int:
         """Tokens for which there is free memory."""
         self.cache.pool.try_to_free_sectors()
-        return int(self._room() / self.cache.token_bytes)
+        return int(room_of(self.cache) / self.cache.token_bytes)
 
     def adopt(self, state: RequestState) -> None:
         """Takes a request whose KV is already in the cache."""
@@ -141,8 +132,8 @@ class Follower:
         came = [chunk for chunk in plan.chunks if chunk.request not in absent]
         given = self._given(passing.tensors)
         stored = [chunk for chunk in came if self._store(chunk)]
-        found = None if given is None else self._compute(stored, kept_rows(given, came, stored))
-        if found is None:
+        states = None if given is None else self._compute(stored, kept_rows(given, came, stored))
+        if states is None:
             self._failed.update(chunk.request for chunk in stored)
             stored = []
         left_out = [(chunk.request, self.stage) for chunk in came if chunk not in stored]
@@ -150,9 +141,9 @@ class Follower:
             passing,
             left_out=(*passing.left_out, *dict.fromkeys(left_out)),
             rooms=(*passing.rooms, self.room),
-            tensors=len(found) if found else 0,
+            tensors=len(states) if states else 0,
         )
-        self._send(passing, stored, found or ())
+        self._send(passing, stored, states or ())
         return plan.number
 
     def _take_in(self, plan: MicrobatchPlan) -> None:
@@ -183,11 +174,11 @@ class Follower:
 
     def _given(self, count: int) -> States | None:
         """Receives all states from the stage before; None where there was no memory for one of them."""
-        found: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
         for _ in range(count):
             with suppress(torch.OutOfMemoryError, DriverError):
-                found.append(self._before.recv("states"))
-        return tuple(found) if len(found) == count else None
+                states.append(self._before.recv("states"))
+        return tuple(states) if len(states) == count else None
 
     def _compute(self, chunks: Sequence[Chunk], given: States) -> States | None:
         """Runs this stage's layers. None where there was no memory."""
@@ -199,13 +190,12 @@ class Follower:
         except (torch.OutOfMemoryError, DriverError):
             return None
 
-    def _send(self, passing: Passing, chunks: Sequence[Chunk], found: States) -> None:
+    def _send(self, passing: Passing, chunks: Sequence[Chunk], states: States) -> None:
         if not self._runner.last:
-            pass_on(self._after, passing, found)
+            pass_on(self._after, passing, states)
             return
-        tokens = sampled(chunks, self._sampling, found[0]) if found else ()
-        answer = Answer(passing.epoch, passing.number, tokens, passing.left_out, passing.rooms)
-        self._after.send(tensor_of(answer), "answer", True)
+        tokens = sampled(chunks, self._sampling, states[0]) if states else ()
+        self._after.send(tensor_of(replace(passing, tensors=0, tokens=tokens)), "answer", True)
 
 
 def sampled(

@@ -78,10 +78,10 @@ def checksum(tensor: torch.Tensor) -> bytes:
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
     whole = flat.numel() // _WORD * _WORD
-    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    hashed = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     for part in (*_sums(flat[:whole].view(torch.int64)), flat[whole:]):
-        found.update(part.cpu().numpy().tobytes())
-    return found.digest()
+        hashed.update(part.cpu().numpy().tobytes())
+    return hashed.digest()
 
 
 def _sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -233,7 +233,7 @@ class ReadyLayers:
     def _forget_changed(self) -> None:
         """Marks layers whose file has changed as not ready."""
         self._places = None
-        for layer in [each for each in self._weights.ranges if each is not None]:
+        for layer in [known for known in self._weights.ranges if known is not None]:
             for opened in self._ranges(layer):
                 try:
                     if (backing := self._weights.backings.ready.get(opened.address)) is not None:
@@ -276,24 +276,24 @@ class ReadyLayers:
     def _file(self, opened: Range, lying: Lying) -> FileBacking | None:
         """Returns a backing of the file that has all of the range; None where none has."""
         tensors = [tensor for its, tensor in lying.values() if its is opened]
-        found: dict[int, FileSpan] = {}
+        places_of: dict[int, FileSpan] = {}
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             for tensor in tensors:
                 places = (self._places or {}).get(id(tensor), ())
                 span = compared(tensor, places, memory, self._pieces.done)
                 if isinstance(span, str):
                     return None
-                found[id(tensor)] = span
-        return self._weights.backings.file(opened, spans(tensors, {}), found)
+                places_of[id(tensor)] = span
+        return self._weights.backings.file(opened, spans(tensors, {}), places_of)
 
     def _alone(self, module: nn.Module) -> bool:
         """Returns whether only the layer's modules refer to their tensors."""
-        found: list[Any] = []
-        for each in module.modules():
+        tensors: list[Any] = []
+        for part in module.modules():
             for kind in ("_parameters", "_buffers"):
-                found.extend(filter(torch.is_tensor, dict.values(each.__dict__[kind])))
-        wraps = any(map(is_traceable_wrapper_subclass, found))
-        return not wraps and not perhaps_referenced(found, self._interpreter)
+                tensors.extend(filter(torch.is_tensor, dict.values(part.__dict__[kind])))
+        wraps = any(map(is_traceable_wrapper_subclass, tensors))
+        return not wraps and not perhaps_referenced(tensors, self._interpreter)
 
     def _ranges(self, layer: int) -> list[Range]:
         return [opened for opened in self._weights.ranges.get(layer, ()) if opened.backed]
@@ -314,12 +314,12 @@ def lying_in(ranges: Iterable[Range], module: nn.Module) -> Lying:
 def sums(opened: Range, lying: Lying, pieces: Piecewise) -> dict[int, bytes]:
     """Returns the checksums of the tensors that lie in a range, by their offset in it. `pieces`: reports progress after
     each."""
-    found: dict[int, bytes] = {}
+    by_offset: dict[int, bytes] = {}
     for its, tensor in lying.values():
         if its is opened:
-            found[tensor.data_ptr() - opened.address] = checksum(tensor)
+            by_offset[tensor.data_ptr() - opened.address] = checksum(tensor)
             pieces.done()
-    return found
+    return by_offset
 
 
 class RestorePages:
@@ -332,11 +332,11 @@ class RestorePages:
     def keep(self, layers: Iterable[int]) -> None:
         """Reserves pages for these dropped layers, as far as there are free ones."""
         for layer in layers:
-            each = self._weights.ring.layer(layer)
-            if each is None or layer in self._kept:
+            streamed = self._weights.ring.layer(layer)
+            if streamed is None or layer in self._kept:
                 continue
             try:
-                self._kept[layer] = self._open(layer, each.pages)
+                self._kept[layer] = self._open(layer, streamed.pages)
             except torch.OutOfMemoryError:
                 return
 
@@ -377,87 +377,79 @@ class LayerBytes:
         self._module = module
         self._pieces = pieces
 
-    def fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Filled:
+    def fill(self, streamed: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Filled:
         """Copies a layer's bytes to the pages `filled` while forwards run: those that a peer has `given`, else those of
         its file, if it has one. WeightsFileChanged, DriverError; ManageError where `given` does not fit the layer."""
         if given is not None:
-            return self._fill_from(each, filled, given)
-        if not _in_files(each):
+            return self._fill_from(streamed, filled, given)
+        if not _in_files(streamed):
             return None
-        self._copy(each, filled, self._weights.stream())
+        self._copy(streamed, filled, self._weights.stream())
         return {}
 
     def _fill_from(
-        self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor]
+        self, streamed: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor]
     ) -> dict[int, dict[int, bytes]]:
         """Copies a peer's bytes. Returns their checksums, by range and offset. ManageError."""
-        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
+        lying = lying_in({part.range: None for part in streamed.parts}, self._module(streamed.layer))
         if wrong := sorted(
             name
             for name, (_, tensor) in lying.items()
             if name not in given or (given[name].dtype, given[name].shape) != (tensor.dtype, tensor.shape)
         ):
             raise ManageError(
-                f"what a peer gave for layer {each.layer} of {self._name} lacks, or has in other shapes or "
+                f"what a peer gave for layer {streamed.layer} of {self._name} lacks, or has in other shapes or "
                 f"dtypes: {', '.join(wrong)}"
             )
-        found: dict[int, dict[int, bytes]] = {part.range.address: {} for part in each.parts}
+        by_range: dict[int, dict[int, bytes]] = {part.range.address: {} for part in streamed.parts}
         flat = flat_over(filled, 0, filled.nbytes)
         with torch.no_grad():
             for name, (opened, tensor) in lying.items():
-                new = like_over(tensor, flat, _place(each, tensor.data_ptr(), self._weights.device.page_size))
+                new = like_over(tensor, flat, _place(streamed, tensor.data_ptr(), self._weights.device.page_size))
                 new.copy_(given[name])
-                found[opened.address][tensor.data_ptr() - opened.address] = checksum(new)
+                by_range[opened.address][tensor.data_ptr() - opened.address] = checksum(new)
                 self._pieces.done()
-        return found
+        return by_range
 
-    def complete(self, each: StreamedLayer, filled: Range, came: Filled) -> bool:
+    def complete(self, streamed: StreamedLayer, filled: Range, came: Filled) -> bool:
         """Fills the pages between two forwards, unless they have the right bytes already. Returns whether these are a
         peer's. WeightsFileChanged, DriverError."""
-        peer = bool(came) and came == self._sums(each)
-        if not (peer or (came == {} and _in_files(each))):
-            self._copy(each, filled, None)
+        peer = bool(came) and came == self._sums(streamed)
+        if not (peer or (came == {} and _in_files(streamed))):
+            self._copy(streamed, filled, None)
         return peer
 
-    def _sums(self, each: StreamedLayer) -> dict[int, dict[int, bytes]]:
+    def _sums(self, streamed: StreamedLayer) -> dict[int, dict[int, bytes]]:
         """Returns the checksums of a layer's backing, by range and offset; those of files may be missing."""
-        if _in_files(each):
-            return {part.range.address: dict(part.backing.sums) for part in each.parts}
-        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
-        return {part.range.address: sums(part.range, lying, self._pieces) for part in each.parts}
+        if _in_files(streamed):
+            return {part.range.address: dict(part.backing.sums) for part in streamed.parts}
+        lying = lying_in({part.range: None for part in streamed.parts}, self._module(streamed.layer))
+        return {part.range.address: sums(part.range, lying, self._pieces) for part in streamed.parts}
 
-    def _copy(self, each: StreamedLayer, filled: Range, after: int | None) -> None:
+    def _copy(self, streamed: StreamedLayer, filled: Range, after: int | None) -> None:
         """Copies the layer's backing. WeightsFileChanged, DriverError."""
-        each.check()
+        streamed.check()
         try:
-            self._pieces.copy(each.copies(filled), after, "device")
+            self._pieces.copy(streamed.copies(filled), after, "device")
         finally:
-            each.check()
+            streamed.check()
 
 
-def _in_files(each: StreamedLayer) -> bool:
+def _in_files(streamed: StreamedLayer) -> bool:
     """Returns whether all backings of a layer are files, so only the layer can have been mapped to them."""
-    return all(part.backing.file is not None for part in each.parts)
+    return all(part.backing.file is not None for part in streamed.parts)
 
 
-def _place(each: StreamedLayer, address: int, page: int) -> int:
+def _place(streamed: StreamedLayer, address: int, page: int) -> int:
     """Returns the offset in the layer's slot of the byte at an address of the layer."""
-    for part in each.parts:
+    for part in streamed.parts:
         offset = address - part.range.address - part.first * page
         if 0 <= offset < part.count * page:
             return offset + part.offset * page
-    raise AssertionError(f"{address:#x} is no address of layer {each.layer}")
+    raise AssertionError(f"{address:#x} is no address of layer {streamed.layer}")
 
 
 Source = Callable[[int], Mapping[str, torch.Tensor] | None]
-
-
-class PreparedLayer(NamedTuple):
-    """A step of `prepare`: the layer that is ready now; `done` layers `of` all are."""
-
-    layer: int
-    done: int
-    of: int
 
 
 class RestoredLayer(NamedTuple):
@@ -508,23 +500,27 @@ class HeldLayers:
         """The layers whose drop would copy nothing to the host, as far as known."""
         return tuple(layer for layer in self._droppable() if self._ready.is_ready(layer))
 
-    def offer(self, wanted: Callable[[int], object]) -> None:
-        """Has `wanted(pages)` called when the ladder lacks pages at rung 7, until `end_offer`; see
-        offload/governor/overview.py. `wanted` has to return at once; a `drop` may follow later."""
+    def begin(self, wanted: Callable[[int], object], on_progress: Callable[[], object]) -> None:
+        """Until `end`, has `wanted(pages)` called when the ladder lacks pages at rung 7, see
+        offload/governor/overview.py, and `on_progress` as Piecewise does. `wanted` has to return at once; a `drop` may
+        follow later."""
         with self._lock:
-            self.end_offer()
+            self.end()
             self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)
+            self.pieces.on_progress = on_progress
 
-    def end_offer(self) -> None:
-        """Ends `offer`. Idempotent."""
+    def end(self) -> None:
+        """Ends what `begin` has begun, and frees the pages that `keep_room` has reserved. Idempotent."""
         with self._lock:
             if self._withdraw is not None:
                 self._withdraw()
                 self._withdraw = None
+            self.pieces.end()
+            self.give_back()
 
-    def prepare(self, layers: Iterable[int]) -> Iterator[PreparedLayer]:
-        """Makes layers ready to be dropped, one in each step, while forwards run. Skips layers that are ready, or on
-        the host.
+    def prepare(self, layers: Iterable[int]) -> Iterator[int]:
+        """Makes layers ready to be dropped while forwards run, and yields each once it is. Skips layers that are ready,
+        or on the host.
 
         Raises as `ReadyLayers.check`, at first, and as `ReadyLayers.make`; earlier layers stay ready."""
         with self._lock:
@@ -533,11 +529,11 @@ class HeldLayers:
             wanted = [layer for layer in layers if layer in self._droppable() and not self._ready.is_ready(layer)]
             if wanted:
                 self._look_for_files()
-        for done, layer in enumerate(wanted, 1):
+        for layer in wanted:
             with self._lock:
                 if not self._ready.is_ready(layer):
                     self._ready.make(layer, self._module(layer))
-            yield PreparedLayer(layer, done, len(wanted))
+            yield layer
 
     def drop(self, span: Span) -> int:
         """Drops all layers outside of `span`. Returns the number of device pages freed: those of the layers, less the
@@ -564,9 +560,9 @@ class HeldLayers:
         """
         for layer in order:
             with self._lock:
-                found = self._restore(layer, source) if layer in self.dropped else None
-            if found is not None:
-                yield found
+                restored = self._restore(layer, source) if layer in self.dropped else None
+            if restored is not None:
+                yield restored
 
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers of a layer, by name. ManageError."""
@@ -594,9 +590,9 @@ class HeldLayers:
                 self._change(lambda arrangement: arrangement.release())
 
     def close(self) -> None:
-        """Releases all layers, ends `offer`, and discards ready backings. Raises as `release`."""
+        """Ends what `begin` has begun, releases all layers, and discards ready backings. Raises as `release`."""
         with self._lock:
-            self.end_offer()
+            self.end()
             self.release()
             for layer in list(self._weights.ranges):
                 if layer is not None:
@@ -658,26 +654,26 @@ class HeldLayers:
     # -- restoring
 
     def _restore(self, layer: int, source: Source | None) -> RestoredLayer | None:
-        each = self._weights.ring.layer(layer)
-        if each is None:  # an interrupt came in between
+        streamed = self._weights.ring.layer(layer)
+        if streamed is None:  # an interrupt came in between
             return None
         given = None if source is None else source(layer)
-        filled = self._pages.take(layer, each.pages)
+        filled = self._pages.take(layer, streamed.pages)
         try:
-            came = self._bytes.fill(each, filled, given)
+            came = self._bytes.fill(streamed, filled, given)
             peer = between_forwards(self._handle, lambda: self._map(layer, filled, came))
         finally:
             filled.close()  # does nothing where its pages were adopted
         self._governor.pages.went_back()
-        self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._residency.name)
-        return RestoredLayer(layer, each.pages, peer)
+        self._governor.events.decided(Rung.DUPLICATES.label, "revert", streamed.pages, what=self._residency.name)
+        return RestoredLayer(layer, streamed.pages, peer)
 
     def _map(self, layer: int, filled: Range, came: Filled) -> bool:
         """Makes the layer resident with those pages, between two forwards. Returns whether they have a peer's bytes."""
-        each = self._weights.ring.layer(layer)
-        if each is None or each.pages != filled.pieces:
+        streamed = self._weights.ring.layer(layer)
+        if streamed is None or streamed.pages != filled.pieces:
             raise ManageError(f"layer {layer} of {self._residency.name} has changed while it came home: try again")
-        peer = self._bytes.complete(each, filled, came)
+        peer = self._bytes.complete(streamed, filled, came)
         with self._residency.changing() as arrangement:
             arrangement.restore(layer, filled)
         return peer

@@ -177,7 +177,7 @@ class FrontendLoop(CBGenerateManager):
         """Returns an answer, as transformers does. HTTPException. Cancels the request where its client goes away."""
         self._admit(request_id, model, inputs, gen_config)
         try:
-            found: tuple[str, int, list[int]] = await super().generate_non_streaming(
+            answer: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
             )
         except RuntimeError as error:
@@ -185,7 +185,7 @@ class FrontendLoop(CBGenerateManager):
         except BaseException:
             self._cb.cancel_request(request_id)
             raise
-        return found
+        return answer
 
     def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:

@@ -32,7 +32,6 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from ...offload.policy.replicas.groups import Group
-from .errors import ChecksumError
 from .link import Link
 from .microbatch_plan import Request, record_of, tensor_of
 from .replica_model import SpanCache
@@ -55,19 +54,19 @@ class Piece:
 def moves(old: Mapping[str, range], new: Mapping[str, range]) -> list[tuple[str, str, range]]:
     """Returns (source, target, layers) so that each target gets all its `new` layers. `old`, `new`: layers by replica.
     Layers that a target already has stay there (source and target are the same); others come from the first source."""
-    found = []
+    transfers = []
     for target, wanted in new.items():
         stays = _common(old.get(target, range(0)), wanted)
         if stays:
-            found.append((target, target, stays))
+            transfers.append((target, target, stays))
         missing = [layer for layer in wanted if layer not in stays]
         for source, has in old.items():
             if source == target or not (layers := [layer for layer in missing if layer in has]):
                 continue
             missing = [layer for layer in missing if layer not in has]
-            found += [(source, target, run) for run in _consecutive(layers)]
+            transfers += [(source, target, run) for run in _consecutive(layers)]
         assert not missing, f"no replica has layers {missing}"
-    return found
+    return transfers
 
 
 def pieces(cache: SpanCache, request: str, held: int, layers: range, most: int) -> Iterator[Piece]:
@@ -134,22 +133,21 @@ def _common(one: range, other: range) -> range:
 
 
 def _consecutive(layers: list[int]) -> list[range]:
-    found: list[range] = []
+    runs: list[range] = []
     for layer in layers:
-        if found and found[-1].stop == layer:
-            found[-1] = range(found[-1].start, layer + 1)
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
         else:
-            found.append(range(layer, layer + 1))
-    return found
+            runs.append(range(layer, layer + 1))
+    return runs
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A request that is handed over. `held`: its tokens that have KV; `assignment`: see client_requests.py."""
+    """A request that is handed over. `held`: its tokens that have KV."""
 
     request: Request
     held: int
-    assignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +157,18 @@ class HandedOver:
     leader: int
     old: Group
     requests: tuple[Handed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """Who hands requests over to whom. `me`: the number of this replica; `home`: returns the new group of a request;
+    `links`: to the members of its old and new group; `leaders`: first stages of the old groups, which all send a
+    HandedOver."""
+
+    me: int
+    home: Callable[[str], Group]
+    links: Mapping[int, Link]
+    leaders: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -172,28 +182,22 @@ class Handover:
 
     def __init__(
         self,
-        me: int,
+        regrouping: Regrouping,
         old: SpanCache | None,
         stage: Stage,
-        home: Callable[[str], Group],
-        links: Mapping[int, Link],
-        leaders: frozenset[int],
-        took: Callable[[Handed], object],
         damaged: Callable[[int, str], object],
         most: int,
     ) -> None:
-        """`old`: the replica's old cache; `stage`: its new stage; `home`: returns the new group of a request;
-        `leaders`: first stages of the old groups, which all send a HandedOver; `took`: called on the new first stage
-        with each request before it goes on; `damaged`: called there with a member whose part of a request's KV was
-        damaged, and the request, once all stages are told to free it; `most`: blocks of a piece."""
+        """`old`: the replica's old cache; `stage`: its new stage; `damaged`: called on the new first stage with a
+        member whose part of a request's KV was damaged, and the request, once all stages are told to free it; `most`:
+        blocks of a piece."""
         self.sent = 0
-        self._me = me
+        self._me = regrouping.me
         self._old = old
         self._stage = stage
-        self._home = home
-        self._links = links
-        self._awaited = set(leaders)  # old first stages whose HandedOver has not come
-        self._took = took
+        self._home = regrouping.home
+        self._links = regrouping.links
+        self._awaited = set(regrouping.leaders)  # old first stages whose HandedOver has not come
         self._damaged = damaged
         self._most = most
         self._arrivals = Arrivals(stage.cache)
@@ -285,8 +289,6 @@ class Handover:
                     self._header[member] = record_of(header, Piece)
                 try:
                     tensor = link.take("kv")
-                except ChecksumError:
-                    tensor = torch.empty(0)
                 except (torch.OutOfMemoryError, DriverError):
                     tensor = torch.empty(0)
                     self._arrivals.lose(self._header[member].request, Arrival.ABSENT)
@@ -294,8 +296,8 @@ class Handover:
                     break
                 happened = True
                 self._take(self._header.pop(member), tensor)
-            while link.has("arrival") and (found := link.take("arrival")) is not None:
-                name, came = record_of(found, tuple[str, str])
+            while link.has("arrival") and (report := link.take("arrival")) is not None:
+                name, came = record_of(report, tuple[str, str])
                 self._add_report(name, member, Arrival(came))
                 happened = True
         return happened
@@ -330,22 +332,20 @@ class Handover:
         leader = self._stage.leader
         if leader is None:
             return False
-        done = [name for name, each in self._incoming.items() if len(each.arrivals) == self._stage.group.size]
+        done = [name for name, coming in self._incoming.items() if len(coming.arrivals) == self._stage.group.size]
         for name in done:
             incoming = self._incoming.pop(name)
             request = incoming.handed.request
             if {*incoming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
-                self._took(incoming.handed)
                 leader.adopt(request, incoming.handed.held)
                 continue
             leader.forget(name)
-            damaged = [member for member, each in incoming.arrivals.items() if each is Arrival.DAMAGED]
+            damaged = [member for member, arrival in incoming.arrivals.items() if arrival is Arrival.DAMAGED]
             if name in self._cancelled:
                 continue
             if damaged:
                 self._damaged(damaged[0], name)
                 continue
-            self._took(incoming.handed)
             leader.requests.add(request)
         return bool(done)
 

@@ -151,22 +151,22 @@ class LayerMoves:
     def pull_all(self, pulls: Iterable[Pull], links: Mapping[int, Link]) -> Iterator[object]:
         """Restores this replica's layers, one in each step, from a peer if there is a link to it, else from the
         backing."""
-        for each in pulls:
-            if each.member != self._setup.me:
+        for pull in pulls:
+            if pull.member != self._setup.me:
                 continue
-            link = None if each.source is None else links.get(each.source)
+            link = None if pull.source is None else links.get(pull.source)
             source = None if link is None or link.error is not None else self._source_over(link)
-            yield from self._setup.holds.restore((each.layer,), source)
+            yield from self._setup.holds.restore((pull.layer,), source)
 
     def _source_over(self, link: Link) -> Source:
         def weights(layer: int) -> dict[str, torch.Tensor]:
             link.send(tensor_of(layer), "pull", urgent=True)
             names = record_of(self._wait(link, "layer"), list[str])
-            found: dict[str, torch.Tensor] = {}
+            tensors: dict[str, torch.Tensor] = {}
             for name in names:
-                found[name] = self._wait(link, "weights")
+                tensors[name] = self._wait(link, "weights")
                 self._beat()  # `_wait` beats only in long waits, and there may be many tensors
-            return found
+            return tensors
 
         return weights
 
@@ -190,14 +190,14 @@ class LayerMoves:
     def serve(self) -> None:
         """Sends the layers that others have asked for."""
         for link in self._links():
-            while link.error is None and link.has("pull") and (found := link.take("pull")) is not None:
-                self._send(link, record_of(found, int))
+            while link.error is None and link.has("pull") and (asked := link.take("pull")) is not None:
+                self._send(link, record_of(asked, int))
 
     def _send(self, link: Link, layer: int) -> None:
         tensors = self._setup.holds.tensors(layer)
         link.send(tensor_of([*tensors]), "layer", urgent=True)
         for tensor in tensors.values():
-            link.send(tensor, "weights", check=True)
+            link.send(tensor, "weights")  # whoever gets it compares it with its own
             self.sent += tensor.nbytes
             self._beat()
 

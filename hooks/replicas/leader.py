@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,25 +28,25 @@ from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
+from ..splice.forms import States
 from .follower import OutOfStep, pass_on, sampled
 from .microbatch_plan import (
-    Answer,
     Chunk,
-    FollowerRoom,
+    FollowerSize,
     Microbatch,
     MicrobatchPlan,
     Passing,
     Request,
     Sampling,
     SplitPolicy,
-    StageLink,
+    UnderWay,
     record_of,
     split_by_tokens,
     split_iteration,
     state_of,
     tensor_of,
 )
-from .replica_model import GroupSettings, SpanCache, SpanRunner, States
+from .replica_model import GroupSettings, SpanCache, StageParts
 
 
 def limited(own: Memory, room: float) -> Memory:
@@ -63,26 +62,24 @@ def limited(own: Memory, room: float) -> Memory:
 
 
 class GroupScheduler(ElasticFIFO):
-    """An ElasticFIFO that leaves out requests which are in flight. `in_flight`: microbatches of each request that are
-    not answered yet."""
+    """An ElasticFIFO that leaves out requests which are in a microbatch."""
 
     def __init__(
         self,
         cache: SpanCache,
         settings: GroupSettings,
         stages: int,
-        room: Callable[[], float],
-        most: Callable[[], float],
+        under_way: UnderWay,
+        most: float,
     ) -> None:
-        """`room`: returns the tokens for which every follower has memory beyond those planned; `most`: the same if no
-        request ran; infinity without followers."""
+        """`most`: tokens for which every follower would have memory if no request ran; infinity without followers."""
         tuning = cache.pages.client.governor.tuning.serving
-        self.in_flight: Counter[str] = Counter()
+        self._under_way = under_way
         self._stages = stages
         memory = RequestMemory(
             cache,
-            lambda: limited(memory_of(cache.pages), room() * cache.token_bytes),
-            lambda: limited(most_of(cache.pages), most() * cache.token_bytes),
+            lambda: limited(memory_of(cache.pages), under_way.room * cache.token_bytes),
+            lambda: limited(most_of(cache.pages), most * cache.token_bytes),
             tuning,
         )
         super().__init__(
@@ -94,17 +91,18 @@ class GroupScheduler(ElasticFIFO):
             tuning=tuning,
         )
 
-    def begins(self, found: bool) -> None:
+    def begins(self, has_batch: bool) -> None:
         """Called when an iteration begins, see ElasticScheduler. The time between two microbatches of a pipeline is no
         step of the model, so no cost is learned from it."""
         if self._stages > 1:
             self._step = None
-        super().begins(found)
+        super().begins(has_batch)
 
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
-        free = [state for state in candidates if state.request_id not in self.in_flight]
+        under_way = self._under_way.requests
+        free = [state for state in candidates if state.request_id not in under_way]
         if not free:
             self.starved_requests = []
             return [], False, False, 0, 0
@@ -143,12 +141,12 @@ class GroupRequests:
         settings: GroupSettings,
         stages: int,
         notify: Notify,
-        room: Callable[[], float],
-        most: Callable[[], float],
+        under_way: UnderWay,
+        most: float,
     ) -> None:
-        """`room`, `most`: tokens, see GroupScheduler."""
+        """`under_way`, `most`: see GroupScheduler."""
         self.by_name: dict[str, Request] = {}
-        self.scheduler = GroupScheduler(cache, settings, stages, room, most)
+        self.scheduler = GroupScheduler(cache, settings, stages, under_way, most)
         self.preemption = GroupPreemption(cache, self.scheduler, settings)
         self._notify = notify
         self._lacking = 0  # answers in a row from which chunks were left out
@@ -181,9 +179,9 @@ class GroupRequests:
         scheduler.active_requests.pop(request, None)
         if scheduler.waiting_requests.pop(request, None) is not None:
             scheduler.waiting_requests_order.remove(request)
-        slo, found = scheduler.slos.asked(request), self.by_name.pop(request)
+        slo, released = scheduler.slos.asked(request), self.by_name.pop(request)
         scheduler.slos.note(request, NOTHING)
-        return found if slo == NOTHING else structs.replace(found, waited=scheduler.clock() - slo.arrived)
+        return released if slo == NOTHING else structs.replace(released, waited=scheduler.clock() - slo.arrived)
 
     def held(self, request: str) -> int:
         """Returns the number of a request's tokens that have KV. To be called while nothing is in flight."""
@@ -240,15 +238,6 @@ class GroupRequests:
         if request is not None:
             self._notify(request, error)
 
-    def landed(self, requests: Iterable[str]) -> None:
-        """Counts one microbatch less in flight for each of these requests."""
-        flying = self.scheduler.in_flight
-        names = list(requests)
-        flying.subtract(names)
-        for name in names:
-            if flying[name] <= 0:
-                del flying[name]
-
     def _promise(self, request: Request) -> None:
         self.scheduler.slos.note(request.name, request.slo(self.scheduler.clock()))
 
@@ -278,23 +267,23 @@ class Iterations:
             scheduler.block_new_requests = False  # no end of a request would allow them
         for state, why in [*scheduler.pop_late(), *preemption.pop_unservable()]:
             self._requests.fail(state, why)
-        found = self._scheduled(awaited) if scheduler.has_pending_requests() else []
-        scheduler.begins(bool(found) or awaited)
-        if not found:
+        scheduled = self._scheduled(awaited) if scheduler.has_pending_requests() else []
+        scheduler.begins(bool(scheduled) or awaited)
+        if not scheduled:
             self._cache.pool.try_to_free_sectors()
             return []
         preemption.scheduled()
-        preemption.restore_scheduled_requests(found)
-        return found
+        preemption.restore_scheduled_requests(scheduled)
+        return scheduled
 
     def _scheduled(self, awaited: bool) -> list[Any]:
         scheduler, preemption = self._requests.scheduler, self._requests.preemption
         while True:
-            found, *_ = scheduler.schedule_batch(self._cache.max_batch_tokens, self._reads)
-            if found is not None:
+            scheduled, *_ = scheduler.schedule_batch(self._cache.max_batch_tokens, self._reads)
+            if scheduled is not None:
                 if scheduler.starved_requests:
                     preemption.offload_requests()
-                return list(found)
+                return list(scheduled)
             if preemption.offload_requests():
                 continue
             if not awaited and scheduler.active_requests:
@@ -337,7 +326,7 @@ class FollowerUpdates:
 
     def take(self, chunks: Iterable[Chunk]) -> Updates:
         """Removes and returns the updates for the plan of these chunks."""
-        begun = [each.request for each in chunks if each.request not in self._begun]
+        begun = [chunk.request for chunk in chunks if chunk.request not in self._begun]
         names = tuple((name, self._requests.by_name[name].sampling) for name in begun)
         aside = tuple(name for name in self._requests.preemption.aside if name in self._known)
         gone, self._gone, self._requests.preemption.aside = tuple(self._gone), [], []
@@ -359,36 +348,27 @@ class Leader:
 
     def __init__(
         self,
-        epoch: int,
-        cache: SpanCache,
-        runner: SpanRunner,
+        parts: StageParts,
         settings: GroupSettings,
         notify: Notify,
-        *,
-        after: StageLink | None = None,
-        last: StageLink | None = None,
-        rooms: tuple[int, ...] = (),
-        most: float = float("inf"),
-        reads: float = float("inf"),
+        followers: Sequence[FollowerSize] = (),
         split: SplitPolicy = split_by_tokens,
     ) -> None:
-        """`notify`: called with each request that got a token, or failed; `after`, `last`: links to the next and the
-        last stage, if there are others; `rooms`: tokens for which each follower has memory; `most`: the least of their
-        rooms if no request ran; `reads`: tokens that every follower can read in a microbatch."""
-        self.epoch = epoch
-        self.cache = cache
+        """`notify`: called with each request that got a token, or failed; `followers`: the other stages, in order."""
+        self.epoch = parts.epoch
+        self.cache = cache = parts.cache
         self.plans = True  # else only microbatches that are planned already are computed
-        self._runner = runner
-        self._after = after
-        self._last = last
+        self._runner = parts.runner
+        self._after = parts.after
+        self._last = parts.before
         self._split = split
-        self._stages = 1 + len(rooms)
-        self._rooms = left = FollowerRoom(rooms)
-        self.requests = GroupRequests(cache, settings, self._stages, notify, lambda: left.least, lambda: most)
+        self._stages = 1 + len(followers)
+        self._under_way = UnderWay([follower.room for follower in followers])
+        most = min((follower.most for follower in followers), default=math.inf)
+        self.requests = GroupRequests(cache, settings, self._stages, notify, self._under_way, most)
+        reads = min((follower.reads for follower in followers), default=math.inf)
         self._iterations = Iterations(cache, self.requests, reads)
         self._updates = FollowerUpdates(cache, self.requests)
-        self._queue: deque[Microbatch] = deque()  # planned
-        self._flying: deque[Microbatch] = deque()  # begun, and not answered
         self._number = 0
         self._failed: list[RequestState] = []  # of requests in flight for which this stage had no memory
 
@@ -405,31 +385,35 @@ class Leader:
     @property
     def in_flight(self) -> int:
         """Number of microbatches that were begun and not answered."""
-        return len(self._flying)
+        return len(self._under_way.begun)
 
     @property
     def queued(self) -> int:
         """Number of microbatches that are planned and not begun."""
-        return len(self._queue)
+        return len(self._under_way.planned)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do until a request comes."""
-        return not (self._queue or self._flying or self._has_updates or self.requests.scheduler.has_pending_requests())
+        return not (
+            self._under_way.planned
+            or self._under_way.begun
+            or self._has_updates
+            or self.requests.scheduler.has_pending_requests()
+        )
 
     # -- steps
 
     def launch(self) -> bool:
         """Begins a microbatch, if a place is free and there is anything to compute, or followers need an update.
         Returns whether it did."""
-        if len(self._flying) >= self._stages:
+        if len(self._under_way.begun) >= self._stages:
             return False
-        if not self._queue and self.plans:
+        if not self._under_way.planned and self.plans:
             self._plan()
-        while self._queue:
-            found = self._queue.popleft()
-            current = found.without([not self._goes_on(each) for each in found.states])
-            self.requests.landed([each.request for each in found.chunks if each not in current.chunks])
+        while self._under_way.planned:
+            planned = self._under_way.planned.popleft()
+            current = planned.without([not self._goes_on(state) for state in planned.states])
             if current.chunks:
                 self._begin(current)
                 return True
@@ -441,24 +425,23 @@ class Leader:
     def collect(self) -> bool:
         """Waits for the answer to the oldest microbatch, and takes it in. Returns whether one was in flight.
         OutOfStep."""
-        if not self._flying:
+        if not self._under_way.begun:
             return False
-        found = self._flying.popleft()
-        answer = found.answer
+        batch = self._under_way.begun.popleft()
+        answer = batch.answer
         if answer is None:
             assert self._last is not None
-            answer = record_of(self._last.recv("answer"), Answer)
-        if (answer.epoch, answer.number) != (self.epoch, found.number):
-            raise OutOfStep(f"the first stage expects an answer to microbatch {found.number} of epoch {self.epoch}")
-        self._rooms.answered(found.number, answer.rooms)
-        self.requests.landed([chunk.request for chunk in found.chunks])
-        states = {state.request_id: state for state in found.states if self.requests.runs(state)}
+            answer = record_of(self._last.recv("answer"), Passing)
+        if (answer.epoch, answer.number) != (self.epoch, batch.number):
+            raise OutOfStep(f"the first stage expects an answer to microbatch {batch.number} of epoch {self.epoch}")
+        self._under_way.rooms = answer.rooms
+        states = {state.request_id: state for state in batch.states if self.requests.runs(state)}
         self.requests.take_tokens(states, answer.tokens)
         lacking = [(states[name], stage) for name, stage in answer.left_out if name in states]
-        if found.chunks and not lacking:
+        if batch.chunks and not lacking:
             self.requests.lacked_nothing()
         self.requests.compute_again(lacking)
-        self._failed = [each for each in self._failed if all(each is not state for state in found.states)]
+        self._failed = [failed for failed in self._failed if all(failed is not state for state in batch.states)]
         return True
 
     # -- planning
@@ -468,18 +451,16 @@ class Leader:
         return self._stages > 1 and bool(self._updates)
 
     def _plan(self) -> None:
-        found = self._iterations.next(bool(self._flying))
-        if not found:
+        scheduled = self._iterations.next(bool(self._under_way.begun))
+        if not scheduled:
             return
-        states = [each.state for each in found]
-        chunks = [_chunk(each) for each in found]
-        places = self._stages - len(self._flying)
-        self._queue.extend(split_iteration(chunks, states, self._split, places))
-        for each in self._queue:
-            self.requests.scheduler.in_flight.update(chunk.request for chunk in each.chunks)
+        states = [future.state for future in scheduled]
+        chunks = [_chunk(future) for future in scheduled]
+        places = self._stages - len(self._under_way.begun)
+        self._under_way.planned.extend(split_iteration(chunks, states, self._split, places))
 
     def _goes_on(self, state: RequestState) -> bool:
-        return self.requests.runs(state) and not any(state is each for each in self._failed)
+        return self.requests.runs(state) and not any(state is failed for failed in self._failed)
 
     # -- computing
 
@@ -488,18 +469,17 @@ class Leader:
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
             self._after.send(tensor_of(plan), "plan", True)
-        found = self._compute(batch)
-        if found is None:
+        states = self._compute(batch)
+        if states is None:
             self._failed.extend(batch.states)
-        left_out = () if found is not None else tuple((each.request, 0) for each in batch.chunks)
+        left_out = () if states is not None else tuple((chunk.request, 0) for chunk in batch.chunks)
         if self._after is None:
-            tokens = sampled(plan.chunks, self._sampling(batch), found[0]) if found else ()
-            batch.answer = Answer(self.epoch, batch.number, tokens, left_out)
+            tokens = sampled(plan.chunks, self._sampling(batch), states[0]) if states else ()
+            batch.answer = Passing(self.epoch, batch.number, left_out, tokens=tokens)
         else:
-            states = found or ()
-            pass_on(self._after, Passing(self.epoch, batch.number, left_out, tensors=len(states)), states)
-        self._rooms.planned(batch.number, self._new_tokens(batch))
-        self._flying.append(batch)
+            pass_on(self._after, Passing(self.epoch, batch.number, left_out, tensors=len(states or ())), states or ())
+        batch.tokens = self._new_tokens(batch)
+        self._under_way.begun.append(batch)
 
     def _compute(self, batch: Microbatch) -> States | None:
         """Runs this stage's layers. None where there was no memory."""
@@ -511,10 +491,10 @@ class Leader:
             return None
 
     def _sampling(self, batch: Microbatch) -> dict[str, Any]:
-        return {each.request: self.requests.by_name[each.request].sampling for each in batch.chunks}
+        return {chunk.request: self.requests.by_name[chunk.request].sampling for chunk in batch.chunks}
 
     def _new_tokens(self, batch: Microbatch) -> int:
-        blocks = sum(self.cache.blocks_for(each.before, each.end) for each in batch.chunks)
+        blocks = sum(self.cache.blocks_for(chunk.before, chunk.end) for chunk in batch.chunks)
         size: int = self.cache.block_tokens
         return blocks * size
 

@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import torch
@@ -39,7 +38,7 @@ from msgspec import Struct
 from ...allocator import install
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .channel import Wakeup
-from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
+from .errors import Interrupted, LinkClosed, LinkError, NoAnswer
 from .pair import Connect, TwoRanks, device_buffer
 
 HEADER_BYTES: Final = 256  # of every message, before its payload: a receiver has to know the size of what comes
@@ -57,26 +56,25 @@ class LinkState(Enum):
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """The header of a message. `nbytes`: of its payload, which follows; `checksum`: CRC-32 of the payload, None if it
-    is not checked; `direct`: the payload goes from device to device."""
+    """The header of a message. `nbytes`: of its payload, which follows; `direct`: the payload goes from device to
+    device."""
 
     tag: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     direct: bool = False
-    checksum: int | None = None
 
     def pack(self) -> torch.Tensor:
         """Returns uint8[HEADER_BYTES] outside of the pool. ValueError where the tag or the shape is too long."""
         packed = msgspec.msgpack.encode(self)
         if len(packed) + 2 > HEADER_BYTES:
             raise ValueError(f"a header has {HEADER_BYTES} bytes at most, and that of {self.tag!r} {len(packed) + 2}")
-        found = host_buffer(HEADER_BYTES, pinned=False).zero_()
-        found[: len(packed) + 2] = torch.frombuffer(
+        buffer = host_buffer(HEADER_BYTES, pinned=False).zero_()
+        buffer[: len(packed) + 2] = torch.frombuffer(
             bytearray(len(packed).to_bytes(2, "little") + packed), dtype=torch.uint8
         )
-        return found
+        return buffer
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Self:
@@ -84,12 +82,12 @@ class Header(Struct, frozen=True, array_like=True):
         data = packed.numpy().tobytes()
         length = int.from_bytes(data[:2], "little")
         try:
-            found = msgspec.msgpack.decode(data[2 : 2 + length], type=cls)
+            header = msgspec.msgpack.decode(data[2 : 2 + length], type=cls)
         except msgspec.MsgspecError as error:
             raise ValueError(f"what arrived is no header of a message: {error}") from None
-        if found.nbytes < 0 or not isinstance(getattr(torch, found.dtype, None), torch.dtype):
-            raise ValueError(f"a header says {found.nbytes} bytes of {found.dtype}: it is damaged")
-        return found
+        if header.nbytes < 0 or not isinstance(getattr(torch, header.dtype, None), torch.dtype):
+            raise ValueError(f"a header says {header.nbytes} bytes of {header.dtype}: it is damaged")
+        return header
 
 
 class StagedCopy(NamedTuple):
@@ -127,8 +125,6 @@ class _Lane:
             while (message := self.outgoing.get()) is not None:
                 header, copy = message
                 copy.wait()
-                if header.checksum is not None:
-                    header = msgspec.structs.replace(header, checksum=checksum(copy.data))
                 pair.send(header.pack())
                 if header.nbytes:
                     pair.send(copy.data, header.direct)
@@ -160,7 +156,76 @@ class _Lane:
         self._link._lose(first_sentence(error))
 
 
-class Link:
+class LinkEnd:
+    """One end of a link: its state, and what has come. Thread-safe."""
+
+    def __init__(self, epoch: int, peer: int, wakeup: Wakeup) -> None:
+        """`wakeup`: notified when something comes, and when the link ends."""
+        self.epoch = epoch
+        self.peer = peer
+        self._wakeup = wakeup
+        self._state = LinkState.FORMING
+        self._error: LinkError | None = None
+        self._lock = threading.Lock()  # of the state and the inbox
+        self._inbox: defaultdict[str, deque[Any]] = defaultdict(deque)
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @property
+    def error(self) -> LinkError | None:
+        """Why the link is closed or lost; None while it is neither."""
+        return self._error
+
+    def has(self, tag: str) -> bool:
+        """Returns whether `take` would return a tensor, or raise."""
+        with self._lock:
+            return tag in self._inbox or self._error is not None
+
+    def take(self, tag: str) -> torch.Tensor | None:
+        """Removes and returns the next tensor of this tag; None if none has come. LinkError: the link has ended, and no
+        tensor of the tag is left."""
+        with self._lock:
+            received: torch.Tensor | None = self._inbox[tag].popleft() if tag in self._inbox else None
+            if tag in self._inbox and not self._inbox[tag]:
+                del self._inbox[tag]
+            ended = self._error is not None  # read under the lock: tensors that came before the end are taken first
+        if received is None and ended:
+            raise self._new_error()
+        return received
+
+    def recv(self, tag: str, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> torch.Tensor:
+        """Waits for the next tensor of this tag, and returns it; raises as `take`. Interrupted as soon as `unless`,
+        called at each notify, returns True: a control message is waiting. NoAnswer after `timeout` seconds."""
+
+        def look() -> torch.Tensor | None:
+            if unless():
+                raise Interrupted(f"message {tag!r} of replica {self.peer}")
+            return self.take(tag)
+
+        tensor = self._wakeup.wait(look, timeout)
+        if tensor is None:
+            raise NoAnswer(f"message {tag!r} of replica {self.peer}", timeout or 0.0)
+        return tensor
+
+    def _end(self, state: LinkState, error: LinkError) -> bool:
+        """Ends the link, unless it has ended. Returns whether this call did."""
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._state, self._error = state, error
+        self._wakeup.notify()
+        return True
+
+    def _new_error(self) -> LinkError:
+        """Returns a copy of the error: raising the same object again would grow a traceback that keeps frames alive."""
+        error = self._error
+        assert error is not None
+        return type(error)(error.epoch, error.peer, error.reason)
+
+
+class Link(LinkEnd):
     """One end of a link. To be closed, as its threads keep it alive. See Note [Two groups]."""
 
     def __init__(
@@ -174,20 +239,14 @@ class Link:
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
         """Starts to form the link, without waiting. `device`: where received tensors are put."""
-        self.epoch = epoch
-        self.peer = peer
+        super().__init__(epoch, peer, wakeup)
         self.device = device
         self._connect = connect
-        self._wakeup = wakeup
         self._direct = False  # is device memory sent from device to device? False until the link is formed
         self._linger = tuning.linger
-        self._pairs: tuple[TwoRanks, ...] = ()
-        self._state = LinkState.FORMING
-        self._error: LinkError | None = None
-        self._lock = threading.Lock()  # of the state, the groups and the inbox
+        self._pairs: tuple[TwoRanks, ...] = ()  # under the lock, too
         self._has_keys = True  # in the store
         self._answered = threading.Event()  # the other end has said that it closes
-        self._inbox: defaultdict[str, deque[torch.Tensor | ChecksumError]] = defaultdict(deque)
         self._states = _Lane(self, "states")
         self._bulk = _Lane(self, "bulk")
         self._former = threading.Thread(target=self._form, name=f"ballonet link {epoch}/{peer}", daemon=True)
@@ -195,10 +254,6 @@ class Link:
 
     def __repr__(self) -> str:
         return f"Link(epoch={self.epoch}, peer={self.peer}, {self._state.value})"
-
-    @property
-    def state(self) -> LinkState:
-        return self._state
 
     @property
     def direct(self) -> bool:
@@ -210,60 +265,28 @@ class Link:
         """Whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    @property
-    def error(self) -> LinkError | None:
-        """Why the link is closed or lost; None while it is neither."""
-        return self._error
-
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> None:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False) -> None:
         """Copies a tensor, see Note [Staged], and sends the copy over the group of states if `urgent`, else over that
-        of bulk. `check`: the receiver verifies a checksum. Does not wait, not even for the link to be formed.
-        LinkError; ValueError for a tensor or tag that cannot be sent."""
+        of bulk. Does not wait, not even for the link to be formed. LinkError; ValueError for a tensor or tag that
+        cannot be sent."""
         direct = self._direct and tensor.device == self.device
         copy = staged(tensor, direct)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        header = Header(tag, dtype, tuple(tensor.shape), copy.data.numel(), direct, 0 if check else None)
+        header = Header(tag, dtype, tuple(tensor.shape), copy.data.numel(), direct)
         header.pack()  # may raise, here and not on the thread
         if self._error is not None:
             raise self._new_error()
         (self._states if urgent else self._bulk).outgoing.put((header, copy))
 
-    def has(self, tag: str) -> bool:
-        """Returns whether `take` would return a tensor, or raise."""
-        with self._lock:
-            return tag in self._inbox or self._error is not None
-
     def take(self, tag: str) -> torch.Tensor | None:
-        """Removes and returns the next tensor of this tag; None if none has come. ChecksumError: it is damaged; the
-        next call returns the one after it. LinkError: the link has ended, and no tensor of the tag is left."""
-        with self._lock:
-            found = self._inbox[tag].popleft() if tag in self._inbox else None
-            if tag in self._inbox and not self._inbox[tag]:
-                del self._inbox[tag]
-            ended = self._error is not None  # read under the lock: tensors that came before the end are taken first
-        if isinstance(found, ChecksumError):
-            raise found
-        if found is None and ended:
-            raise self._new_error()
-        if found is None:
+        """Removes and returns the next tensor of this tag; None if none has come. LinkError: the link has ended, and no
+        tensor of the tag is left."""
+        received = super().take(tag)
+        if received is None:
             return None
-        if found.is_cuda:  # allocated on the receiving thread's stream, and used on this one
-            found.record_stream(torch.cuda.current_stream(self.device))
-        return found.to(self.device, non_blocking=True)
-
-    def recv(self, tag: str, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> torch.Tensor:
-        """Waits for the next tensor of this tag, and returns it; raises as `take`. Interrupted as soon as `unless`,
-        called at each notify, returns True: a control message is waiting. NoAnswer after `timeout` seconds."""
-
-        def look() -> torch.Tensor | None:
-            if unless():
-                raise Interrupted(f"message {tag!r} of replica {self.peer}")
-            return self.take(tag)
-
-        found = self._wakeup.wait(look, timeout)
-        if found is None:
-            raise NoAnswer(f"message {tag!r} of replica {self.peer}", timeout or 0.0)
-        return found
+        if received.is_cuda:  # allocated on the receiving thread's stream, and used on this one
+            received.record_stream(torch.cuda.current_stream(self.device))
+        return received.to(self.device, non_blocking=True)
 
     def begin_close(self) -> None:
         """Closes the link, and tells the other end; messages that wait are not sent. Does not wait. Idempotent."""
@@ -309,11 +332,9 @@ class Link:
         self._wakeup.notify()
 
     def _deliver(self, header: Header, data: torch.Tensor) -> None:
-        found: torch.Tensor | ChecksumError = unstaged(data, header.dtype, header.shape)
-        if header.checksum is not None and header.checksum != checksum(data):
-            found = ChecksumError(self.epoch, self.peer, header.tag)
+        received = unstaged(data, header.dtype, header.shape)
         with self._lock:
-            self._inbox[header.tag].append(found)
+            self._inbox[header.tag].append(received)
             has_keys, self._has_keys = self._has_keys, False
         if has_keys:  # the other end has formed the link, too
             self._connect.delete_keys()
@@ -340,15 +361,6 @@ class Link:
         if self._end(LinkState.LOST, LinkError(self.epoch, self.peer, reason)):
             self._drop_groups()
 
-    def _end(self, state: LinkState, error: LinkError) -> bool:
-        """Ends the link, unless it has ended. Returns whether this call did."""
-        with self._lock:
-            if self._error is not None:
-                return False
-            self._state, self._error = state, error
-        self._wakeup.notify()
-        return True
-
     def _drop_groups(self) -> None:
         with self._lock:
             pairs, self._pairs = self._pairs, ()
@@ -357,12 +369,6 @@ class Link:
             lane.outgoing.put(None)
         for pair in pairs:
             pair.close()
-
-    def _new_error(self) -> LinkError:
-        """Returns a copy of the error: raising the same object again would grow a traceback that keeps frames alive."""
-        error = self._error
-        assert error is not None
-        return type(error)(error.epoch, error.peer, error.reason)
 
 
 def staged(tensor: torch.Tensor, direct: bool = False) -> StagedCopy:
@@ -392,11 +398,6 @@ def host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     """Returns uint8[nbytes] on the host, uninitialized, outside of the pool."""
     with install.stock():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-def checksum(data: torch.Tensor) -> int:
-    """Returns the CRC-32 of uint8[bytes]."""
-    return zlib.crc32(data.cpu().numpy().data)
 
 
 def first_sentence(error: Exception) -> str:

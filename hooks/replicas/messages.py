@@ -58,8 +58,8 @@ def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
 
 
 class Join(Struct, frozen=True, tag=True):
-    """From a replica: it wants to join, also anew after it was taken for lost. `requests`: what it computed as the
-    first stage of a group, for a supervisor that was started again, and has no other ledger."""
+    """From a replica: it wants to join. `requests`: what it computed as the first stage of a group, for a supervisor
+    that was started again, and has no other ledger."""
 
     fingerprint: Fingerprint
     requests: tuple[Request, ...] = ()
@@ -82,12 +82,10 @@ class JoinRefusal(Struct, frozen=True, tag=True):
 
 
 class Start(Struct, frozen=True, tag=True):
-    """To the first stage of a group: compute a request, after its delivered tokens. `assignment`: counts how often the
-    request was given to a group (client_requests.py)."""
+    """To the first stage of a group: compute a request, after its delivered tokens."""
 
     epoch: int
     request: Request
-    assignment: int
 
 
 class End(Struct, frozen=True, tag=True):
@@ -115,7 +113,7 @@ class Seen(Struct, frozen=True, tag=True):
 class Hello(Struct, frozen=True, tag=True):
     """From a replica that has joined. `process`, `host`: for log lines; `pages`: for layers and KV together; `layers`:
     pages of each; `token`: bytes of a token's KV in all layers; `page`: bytes of a page; `cost`: of chunks on this
-    replica; `rank`: its number among those that the supervisor starts, None where it did not."""
+    replica; `rank`: its number among those that the supervisor starts."""
 
     process: int
     host: str
@@ -124,11 +122,12 @@ class Hello(Struct, frozen=True, tag=True):
     token: int
     page: int
     cost: ChunkCost
-    rank: int | None = None
+    rank: int
 
 
 class Told(Struct, frozen=True, tag=True):
-    """From the first stage: tokens of an answer, after `before` earlier ones. `error`: why the request failed."""
+    """From the first stage, and to a front end on Ray: tokens of an answer, after `before` earlier ones. `error`: why
+    the request failed."""
 
     request: str
     assignment: int
@@ -161,15 +160,6 @@ class Forget(Struct, frozen=True, tag=True):
     request: str
 
 
-class NewTokens(Struct, frozen=True, tag=True):
-    """To a front end on Ray: tokens of an answer, after `before` earlier ones. `error`: why the request has ended."""
-
-    request: str
-    before: int
-    tokens: tuple[int, ...]
-    error: str | None = None
-
-
 class Line(Struct, frozen=True, tag=True):
     """From a replica on Ray, and to front ends: a line for people."""
 
@@ -190,20 +180,19 @@ Message = (
     | SupervisorRestarted
     | Ask
     | Forget
-    | NewTokens
     | Line
     | protocol.Action
     | protocol.Event
 )
 
 # Messages that end a replica's part in its group, and so its waits there
-ENDS_GROUP: Final[tuple[type[Any], ...]] = (protocol.Alone, protocol.Rejoin, End, SupervisorRestarted)
+ENDS_GROUP: Final[tuple[type[Any], ...]] = (protocol.Alone, End, SupervisorRestarted)
 # and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
 ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, protocol.Discard)
 
 _KINDS: Final[Any] = Union[
     *(Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen),
-    *(Ask, Forget, NewTokens, Line, ACTIONS, EVENTS),
+    *(Ask, Forget, Line, ACTIONS, EVENTS),
 ]
 _encoder: Final = msgspec.msgpack.Encoder()  # keeps an infinite number of seconds, which JSON has not
 _decoder: Final = msgspec.msgpack.Decoder(tuple[_KINDS, ...])
@@ -217,7 +206,7 @@ def encoded(*messages: Message) -> bytes:
 def decoded(packed: bytes) -> Sequence[Message]:
     """Returns the messages that `encoded` has encoded. ValueError where the bytes are none."""
     try:
-        found: Sequence[Message] = _decoder.decode(packed)
+        messages: Sequence[Message] = _decoder.decode(packed)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{packed[:80]!r} is no message of this version: {error}") from None
-    return found
+    return messages

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec.structs
 import torch
@@ -95,26 +95,17 @@ class MicrobatchPlan(Struct, frozen=True):
 
 
 class Passing(Struct, frozen=True):
-    """The record that a stage sends to the next one, before the hidden states of a microbatch. `left_out`: (request,
-    stage that failed) of chunks that were not computed: the states have no rows of them. `rooms`: tokens for which
-    stages 1, 2, ... have free memory. `tensors`: number of tensors that follow."""
+    """The record that a stage sends to the next one, before the hidden states of a microbatch, and the last stage to
+    the first. `left_out`: (request, stage that failed) of chunks that were not computed: the states have no rows of
+    them. `rooms`: tokens for which stages 1, 2, ... have free memory. `tensors`: number of tensors that follow.
+    `tokens`: (request, id) of those that the last stage has sampled."""
 
     epoch: int
     number: int
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
     tensors: int = 0
-
-
-class Answer(Struct, frozen=True):
-    """The record that the last stage sends to the first. `tokens`: (request, id) of the sampled tokens; `left_out`,
-    `rooms`: as in `Passing`, of all stages."""
-
-    epoch: int
-    number: int
     tokens: tuple[tuple[str, int], ...] = ()
-    left_out: tuple[tuple[str, int], ...] = ()
-    rooms: tuple[int, ...] = ()
 
 
 Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
@@ -128,20 +119,20 @@ def split_by_tokens(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
     """Returns microbatches of equally many new tokens, give or take one; the order of chunks is kept."""
     total = sum(new for _, new in chunks)
     ends = [round(total * (n + 1) / places) for n in range(places)]
-    found: list[list[Piece]] = []
+    batches: list[list[Piece]] = []
     done = 0
     pieces: list[Piece] = []
     for index, (_, new) in enumerate(chunks):
         left = new
         while left:
-            end = next(each for each in ends if each > done)
+            end = next(stop for stop in ends if stop > done)
             taken = min(left, end - done)
             pieces.append((index, taken))
             left, done = left - taken, done + taken
             if done == end:
-                found.append(pieces)
+                batches.append(pieces)
                 pieces = []
-    return found
+    return batches
 
 
 def split_by_cost(cost: ChunkCost) -> SplitPolicy:
@@ -149,23 +140,25 @@ def split_by_cost(cost: ChunkCost) -> SplitPolicy:
 
     def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
         batches = equal_cost([ChunkSize(number, *size) for number, size in enumerate(chunks)], places, cost)
-        return [[(each.request, each.new) for each in batch] for batch in batches]
+        return [[(piece.request, piece.new) for piece in batch] for batch in batches]
 
     return split
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """A microbatch. `states`: of the requests of its chunks. `answer`: set where the first stage is also the last."""
+    """A microbatch. `states`: of the requests of its chunks; `tokens`: of the blocks that it takes on every stage;
+    `answer`: set where the first stage is also the last."""
 
     chunks: Sequence[Chunk]
     states: Sequence[RequestState]
     number: int = -1
-    answer: Answer | None = None
+    tokens: int = 0
+    answer: Passing | None = None
 
     def without(self, gone: Sequence[bool]) -> Microbatch:
         """Returns the microbatch without the chunks for which `gone` is true."""
-        kept = [n for n, each in enumerate(gone) if not each]
+        kept = [n for n, is_gone in enumerate(gone) if not is_gone]
         return Microbatch([self.chunks[n] for n in kept], [self.states[n] for n in kept])
 
 
@@ -174,7 +167,7 @@ def split_iteration(
 ) -> list[Microbatch]:
     """Returns the microbatches of an iteration, at most `places`, in order."""
     done = [0] * len(chunks)
-    found = []
+    batches = []
     for pieces in split([(chunk.before, len(chunk.ids)) for chunk in chunks], places):
         cut = []
         for index, new in pieces:
@@ -183,39 +176,45 @@ def split_iteration(
             ends = done[index] == len(chunk.ids)
             ids = chunk.ids[first : first + new]
             cut.append(Chunk(chunk.request, ids, chunk.before + first, chunk.samples and ends))
-        found.append(Microbatch(cut, [states[index] for index, _ in pieces]))
+        batches.append(Microbatch(cut, [states[index] for index, _ in pieces]))
     assert done == [len(chunk.ids) for chunk in chunks], "a token is in no microbatch"
-    return found
+    return batches
 
 
-class FollowerRoom:
-    """Tokens for which followers have memory: as of the last answer, less those planned since."""
+class FollowerSize(NamedTuple):
+    """Tokens of a follower whose stage has begun. `room`: for which it has memory; `most`: the same if no request ran;
+    `reads`: that it can read in a microbatch."""
+
+    room: int
+    most: int
+    reads: int
+
+
+class UnderWay:
+    """The microbatches of a group: those that are `planned`, and those that are `begun` and not answered yet. `rooms`:
+    tokens for which each follower had memory at the last answer."""
 
     def __init__(self, rooms: Sequence[int]) -> None:
-        """`rooms`: tokens for which each follower has memory at first."""
-        self._rooms = tuple(rooms)
-        self._planned: deque[tuple[int, int]] = deque()  # microbatch, tokens of its new blocks
+        self.planned: deque[Microbatch] = deque()
+        self.begun: deque[Microbatch] = deque()
+        self.rooms = tuple(rooms)
 
     @property
-    def least(self) -> float:
-        """Tokens for which every follower has memory; infinity without followers."""
-        return min(self._rooms, default=math.inf) - sum(tokens for _, tokens in self._planned)
+    def requests(self) -> set[str]:
+        """The requests that are in a microbatch."""
+        return {chunk.request for batch in (*self.planned, *self.begun) for chunk in batch.chunks}
 
-    def planned(self, number: int, tokens: int) -> None:
-        """Notes that a microbatch takes blocks for so many tokens on every stage."""
-        self._planned.append((number, tokens))
-
-    def answered(self, number: int, rooms: Sequence[int]) -> None:
-        """Takes in the followers' room after this microbatch."""
-        self._rooms = tuple(rooms)
-        while self._planned and self._planned[0][0] <= number:
-            self._planned.popleft()
+    @property
+    def room(self) -> float:
+        """Tokens for which every follower has memory beyond those of microbatches; infinity without followers."""
+        return min(self.rooms, default=math.inf) - sum(batch.tokens for batch in self.begun)
 
 
 class Request(Struct, frozen=True):
     """A request. `prompt`: token ids; `new`: tokens of the answer at most; `ends`: ids that end it; `delivered`: tokens
     of the answer so far. `ttft`, `tpot`: SLOs in seconds, for the first token and for a decoding step; None: no SLO.
-    `waited`: seconds since it arrived, at the time of sending."""
+    `waited`: seconds since it arrived, at the time of sending; `assignment`: counts how often it was given to a group
+    (client_requests.py)."""
 
     name: str
     prompt: tuple[int, ...]
@@ -226,6 +225,7 @@ class Request(Struct, frozen=True):
     ttft: float | None = None
     tpot: float | None = None
     waited: float = 0.0
+    assignment: int = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -265,5 +265,5 @@ def state_of(request: Request, held: int = 0) -> RequestState:
         state.status = RequestStatus.PREFILLING
         state.position_offset = held
         state.remaining_prefill_tokens = state.initial_tokens[held:]
-    found: RequestState = state
-    return found
+    made: RequestState = state
+    return made

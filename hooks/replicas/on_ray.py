@@ -38,7 +38,7 @@ from ...allocator.config import change_environment
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.tuning import Replicas
-from .channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
+from .channel import InOrder, Members, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import (
     Ask,
@@ -46,9 +46,8 @@ from .messages import (
     Join,
     Line,
     Message,
-    NewTokens,
     SupervisorRestarted,
-    Welcome,
+    Told,
     decoded,
     encoded,
 )
@@ -56,7 +55,7 @@ from .microbatch_plan import Request
 from .pair import Store
 from .process import ReplicaOptions, installed, run
 from .ray_node import RayNode
-from .supervisor import Fleet, FleetState, FleetSupervisor, state_of
+from .supervisor import Fleet, FleetState, FleetSupervisor, SupervisorPorts, state_of
 
 if TYPE_CHECKING:
     from .http_frontend import FrontendManager
@@ -136,15 +135,15 @@ class ActorWire:
             with self._changed:
                 if session != self._session:
                     session, inbox, last = self._session, InOrder(), 0
-            found = self._call("news", session, last)
-            if found is None:
+            news = self._call("news", session, last)
+            if news is None:
                 return
-            theirs, packed = found
+            theirs, packed = news
             if not self._is_current(theirs, session):
                 continue
-            for number, each in packed:
+            for number, message in packed:
                 last = max(last, number)
-                if messages := inbox.take(number, each):
+                if messages := inbox.take(number, message):
                     self._heard(messages)
 
     def _is_current(self, theirs: str, session: int) -> bool:
@@ -219,7 +218,7 @@ class ReplicaActor:
 
         def serve() -> None:
             try:
-                run(options, device, rank, None, channel)
+                run(options, device, rank, channel)
             except Exception as error:
                 self._how = f"{type(error).__name__}: {error}"
                 with suppress(SupervisorLost):
@@ -242,11 +241,10 @@ class ReplicaActor:
 
 
 class RayProcesses:
-    """The actors of replicas, a channel.Processes. Used by one thread. `cost`: of chunks; None: it is not known."""
+    """The actors of replicas, a channel.Processes. Used by one thread."""
 
     def __init__(self, fleet: Fleet, name: str, wakeup: Wakeup) -> None:
         """`name`: of the supervisor; `wakeup`: notified when one has ended."""
-        self.cost: ChunkCost | None = fleet.cost
         self._fleet = fleet
         self._name = name
         self._wakeup = wakeup
@@ -271,16 +269,15 @@ class RayProcesses:
                 f"{ray.available_resources()}: start fewer"
             )
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
+    def start(self, rank: int) -> None:
         """Starts the replica of a rank, or waits for Ray to do so again."""
-        self.cost = cost or self.cost
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         placed = {"num_cpus": 1, "num_gpus": self._fleet.gpus, "scheduling_strategy": strategy}
         more = {"name": f"{self._name} replica {rank}", "get_if_exists": True, "max_concurrency": 4}
         made: Any = ray.remote(ReplicaActor)
         self._actors[rank] = made.options(**_KEPT, **placed, **more).remote(self._fleet.options, self._name, rank)
         if rank in self._idle:
-            self._kill(rank, no_restart=False)
+            self.end(rank)
         self._watched.add(rank)
         threading.Thread(target=self._watch, args=(rank, self._actors[rank]), daemon=True).start()
 
@@ -298,25 +295,18 @@ class RayProcesses:
         """Whether `ended` would return any."""
         return bool(self._ended)
 
-    def end(self, rank: int) -> None:
-        """Kills the process of a rank, which Ray starts again."""
-        self._kill(rank, no_restart=False)
-
-    def abandon(self, rank: int) -> None:
-        """Ends the actor of a rank."""
-        self._kill(rank, no_restart=True)
+    def end(self, rank: int, for_good: bool = False) -> None:
+        """Kills the process of a rank, which Ray starts again unless it is `for_good`."""
+        if rank in self._actors:
+            with suppress(RayError):
+                ray.kill(self._actors[rank], no_restart=for_good)
 
     def close(self) -> None:
         """Ends all actors, and gives back what they had."""
         for rank in self._actors:
-            self._kill(rank, no_restart=True)
+            self.end(rank, for_good=True)
         if self._group is not None:
             remove_placement_group(self._group)
-
-    def _kill(self, rank: int, *, no_restart: bool) -> None:
-        if rank in self._actors:
-            with suppress(RayError):
-                ray.kill(self._actors[rank], no_restart=no_restart)
 
     def _watch(self, rank: int, actor: Any) -> None:
         """Waits for the end of a replica's process, or of what it does."""
@@ -351,14 +341,13 @@ class RayProcesses:
 @dataclass(slots=True)
 class _Caller:
     """A replica or front end that calls the supervisor. `sent`: messages to it that it may not have; `called`: when it
-    asked for news; `member`: the number of a replica, None before it is admitted."""
+    asked for news."""
 
     session: int
     inbox: InOrder = field(default_factory=InOrder)
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)
     number: int = 0
-    called: float = 0.0
-    member: int | None = None
+    called: float = field(default_factory=time.monotonic)  # it may be heard before it asks for news
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -373,8 +362,32 @@ class _Route:
     error: str | None = None
 
 
+class _ActorMembers(Members[str]):
+    """The replicas that call a supervisor, by the names with which they call."""
+
+    def __init__(self, supervisor: SupervisorActor, processes: RayProcesses, *arguments: Any) -> None:
+        """`arguments`: of Members."""
+        super().__init__(*arguments)
+        self._supervisor = supervisor
+        self._processes = processes
+
+    def send(self, sender: str, message: Message) -> None:
+        """Sends a message to a replica, with the answer to its next call."""
+        self._supervisor.send(sender, message)
+
+    def take(self) -> tuple[int, Message] | None:
+        """Removes and returns the next message; None where none has come, or a replica has ended, of which the
+        supervisor has to know first."""
+        return None if self._processes.has_ended else super().take()
+
+    def has(self) -> bool:
+        """Returns whether a message has come, or a replica has ended."""
+        return super().has() or self._processes.has_ended
+
+
 class SupervisorActor:
-    """The supervisor of a fleet. All methods are Ray's calls, on its event loop; the supervisor has a thread."""
+    """The supervisor of a fleet. All `async` methods are Ray's calls, on its event loop; the supervisor has a
+    thread."""
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         """Starts the replicas, or finds those of a supervisor that has ended. `name`: of this actor."""
@@ -382,11 +395,9 @@ class SupervisorActor:
         self._name = name
         self._fleet = fleet
         self._tuning = fleet.options.tuning
-        self._lock = threading.RLock()  # of callers, members and routes
+        self._lock = threading.RLock()  # of callers and routes
         self._callers: dict[str, _Caller] = {}
-        self._members: dict[int, str] = {}
         self._routes: dict[str, _Route] = {}
-        self._received: deque[tuple[int, Message]] = deque()
         self._unsaid: list[str] = []  # lines for the first front end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: str | None = None
@@ -395,10 +406,10 @@ class SupervisorActor:
         self._wakeup = Wakeup()
         host = ray.util.get_node_ip_address()
         self._links = Store.host(host, timeout=self._tuning.store)  # ends with this process
-        self._admission = MemberAdmission(host, self._links.port)
         self._processes = RayProcesses(fleet, name, self._wakeup)
-        self._parts = FleetSupervisor(fleet, self, self._processes, self._wakeup, self._deliver, self._say)
-        self._supervisor = self._parts.supervisor
+        self._members = _ActorMembers(self, self._processes, host, self._links.port, self._wakeup)
+        ports = SupervisorPorts(self._members, self._processes, self._wakeup, self._deliver, self._say)
+        self._supervisor = FleetSupervisor(fleet, ports)
         threading.Thread(target=self._run, name="ballonet fleet", daemon=True).start()
 
     # -- calls
@@ -433,7 +444,7 @@ class SupervisorActor:
         """Waits until a replica serves. Returns why none will, the cost of chunks, and the id of this process."""
         while self._failed is None and not self._supervisor.ready.is_set():
             await asyncio.sleep(self._tuning.retried)
-        return self._failed or self._supervisor.failed, self._parts.cost, os.getpid()
+        return self._failed or self._supervisor.failed, self._supervisor.cost, os.getpid()
 
     async def state(self) -> FleetState:
         """Returns a snapshot of the replicas and their counts."""
@@ -446,37 +457,20 @@ class SupervisorActor:
         while any(caller.sent for caller in self._callers.values()) and time.monotonic() < until:
             await asyncio.sleep(self._tuning.retried)
 
-    # -- the supervisor's channel
-
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message of a replica; None where none has come, or a replica has ended, of which
-        the supervisor has to know first."""
-        return self._received.popleft() if self._received and not self._processes.has_ended else None
-
-    def has(self) -> bool:
-        """Returns whether a message has come, or a replica has ended."""
-        return bool(self._received) or self._processes.has_ended
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to a replica. Nothing where there is no such one."""
-        with self._lock:
-            who = self._members.get(member)
-            if who is not None:
-                self._send(who, message)
-
     # -- on the event loop
 
     def _caller(self, who: str, session: int) -> _Caller:
         """Returns the caller of a session; for one that is over, a caller that nobody hears."""
-        found = before = self._callers.get(who)
-        if found is None or found.session < session:
-            found = self._callers[who] = _Caller(session)
+        caller = before = self._callers.get(who)
+        if caller is None or caller.session < session:
+            caller = self._callers[who] = _Caller(session)
+            self._members.leave(who)
             if who.startswith(_FRONT):
                 early = [message for _, packed in before.sent for message in decoded(packed)] if before else []
                 unsaid, self._unsaid = self._unsaid, []
                 for message in [*early, *map(Line, unsaid)]:
-                    self._send(who, message)
-        return found if found.session == session else _Caller(session)
+                    self.send(who, message)
+        return caller if caller.session == session else _Caller(session)
 
     def _hear(self, who: str, message: Message) -> None:
         match message:
@@ -489,22 +483,14 @@ class SupervisorActor:
             case Line():
                 self._say(message.text)
             case Join():
-                self._admit(who, message)
+                self._members.hear(who, [message])
+                self._resume(message.requests)
             case _:
-                member = self._callers[who].member
-                if member is not None:
-                    self._received.append((member, message))
+                self._members.hear(who, [message])
 
-    def _admit(self, who: str, join: Join) -> None:
-        with self._lock:
-            caller, answer = self._callers[who], self._admission.answer(join.fingerprint)
-            self._members.pop(-1 if caller.member is None else caller.member, None)
-            if isinstance(answer, Welcome):
-                caller.member = answer.member
-                self._members[answer.member] = who
-                answer = Welcome(answer.member, answer.host, answer.links, self._processes.cost)
-            self._send(who, answer)
-        for request in join.requests:
+    def _resume(self, requests: Sequence[Request]) -> None:
+        """Takes requests that a replica of a supervisor that has ended was computing."""
+        for request in requests:
             with self._lock:
                 known = request.name in self._routes
                 if not known:
@@ -520,7 +506,7 @@ class SupervisorActor:
             if route is None:
                 self._routes[name] = _Route(request, front, 0.0, had)
             elif not self._is_gone(route.front) or route.request.prompt != request.prompt:
-                self._send(front, NewTokens(name, had, (), f"a request {name!r} has not ended yet: give another name"))
+                self.send(front, Told(name, 0, had, (), f"a request {name!r} has not ended yet: give another name"))
             else:
                 route.front, route.told = front, had
                 self._tell(route)
@@ -546,7 +532,7 @@ class SupervisorActor:
         if route.front is None:
             return
         told, route.told = route.told, max(route.told, len(request.delivered))
-        self._send(route.front, NewTokens(request.name, told, request.delivered[told:], route.error))
+        self.send(route.front, Told(request.name, request.assignment, told, request.delivered[told:], route.error))
         if request.over or route.error is not None:
             self._routes.pop(request.name, None)
 
@@ -554,14 +540,16 @@ class SupervisorActor:
         with self._lock:
             fronts = [who for who in self._callers if who.startswith(_FRONT)]
             for who in fronts:
-                self._send(who, Line(line))
+                self.send(who, Line(line))
             if not fronts:
                 self._unsaid = [*self._unsaid[-self._tuning.unsaid :], line]
 
-    def _send(self, who: str, message: Message) -> None:
-        caller = self._callers[who]
-        caller.number += 1
-        caller.sent.append((caller.number, encoded(message)))
+    def send(self, who: str, message: Message) -> None:
+        """Sends a message to a replica or front end, on any thread."""
+        with self._lock:
+            caller = self._callers[who]
+            caller.number += 1
+            caller.sent.append((caller.number, encoded(message)))
         if self._loop is not None:
             self._loop.call_soon_threadsafe(caller.news.set)
 
@@ -610,7 +598,7 @@ class SupervisorActor:
                 time.sleep(self._tuning.retried)
             self._processes.close()
 
-        self._parts.close(end)
+        self._supervisor.end(end)
 
 
 class RayFleet:
@@ -723,10 +711,10 @@ class RayFleet:
         for message in messages:
             if isinstance(message, Line):
                 self._say(message.text)
-            elif isinstance(message, NewTokens):
+            elif isinstance(message, Told):
                 self._take(message)
 
-    def _take(self, told: NewTokens) -> None:
+    def _take(self, told: Told) -> None:
         with self._lock:
             request = self._open.get(told.request)
             if request is None:

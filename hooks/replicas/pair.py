@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final, Protocol, Self
@@ -56,9 +57,10 @@ _Gloo: Any = ProcessGroupGloo  # torch annotates only a part of it
 
 
 class Store:
-    """One connection to the store in which links form, `torch.distributed.TCPStore`. Anybody who reaches its port may
-    write to it. A waiting call blocks the connection, so each thread that waits needs a clone. The store ends with the
-    last reference in the process that hosts it, or with that process."""
+    """One connection to the store in which links form, `torch.distributed.TCPStore`. It has a port of its own, as gloo
+    takes no other kind of store, and neither a pipe nor a call of Ray carries its protocol. Anybody who reaches its
+    port may write to it. A waiting call blocks the connection, so each thread that waits needs a clone. The store ends
+    with the last reference in the process that hosts it, or with that process."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         """`store`: a TCPStore. `timeout`: seconds that a call waits at most."""
@@ -88,12 +90,12 @@ class Store:
     def connect(cls, host: str, port: int, *, timeout: float) -> Self:
         """Connects to the store of a supervisor. SupervisorLost: none answers within `timeout` seconds."""
         try:
-            found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
             raise SupervisorLost(
                 f"no supervisor answers on {host}:{port}: start it first, and see that this machine reaches that port"
             ) from error
-        return cls(found, timeout)
+        return cls(store, timeout)
 
     @property
     def port(self) -> int:
@@ -226,7 +228,7 @@ class GlooPair:
             work.wait(_FOREVER)
         finally:
             with self._lock:
-                self._works = [each for each in self._works if each is not work]
+                self._works = [other for other in self._works if other is not work]
 
 
 class GlooConnect:
@@ -287,9 +289,9 @@ def _device(address: str) -> Any:
 def local_address(host: str, port: int) -> str:
     """Returns this machine's address on the route to the store, at which peers reach it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as found:
-        found.connect(address)  # sends nothing
-        return str(found.getsockname()[0])
+    with socket.socket(family, kind, protocol) as route:
+        route.connect(address)  # sends nothing
+        return str(route.getsockname()[0])
 
 
 def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -305,6 +307,18 @@ Group = Any  # ProcessGroupNCCL, which torch does not annotate
 MakeGroup = Callable[[Store, str, int, float], Group]  # (store, prefix, rank, timeout in seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkGpu:
+    """The GPU of this end of a link. `name`: unique, empty where NCCL cannot be used; `stream`: makes the pair's stream
+    the current one; `timeout`: seconds of one operation at most; `make`: makes communicators, None: NCCL's."""
+
+    name: str
+    device: torch.device
+    stream: Callable[[], AbstractContextManager[Any]]
+    timeout: float
+    make: MakeGroup | None = None
+
+
 class NcclPair:
     """Two ranks on different GPUs, a TwoRanks. See the notes above."""
 
@@ -316,21 +330,17 @@ class NcclPair:
         out: Group,
         into: Group,
         other: int,
-        stream: Callable[[], AbstractContextManager[Any]],
-        device: torch.device,
-        timeout: float,
+        gpu: LinkGpu,
         clock: Callable[[], float] = time.monotonic,
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
         """`control`: for host memory; `out`, `into`: communicators to send and to receive; `other`: the rank at the
-        other end; `stream`: makes the pair's stream the current one; `timeout`: seconds of one operation at most."""
+        other end."""
         self._control = control
         self._out = out
         self._into = into
         self._other = other
-        self._stream = stream
-        self._device = device
-        self._timeout = timeout
+        self._gpu = gpu
         self._clock = clock
         self._tuning = tuning
         self._closed = threading.Event()
@@ -351,8 +361,8 @@ class NcclPair:
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         """Returns uint8[nbytes] on the device, allocated on the pair's stream."""
-        with self._stream():
-            return device_buffer(nbytes, self._device)
+        with self._gpu.stream():
+            return device_buffer(nbytes, self._gpu.device)
 
     def close(self) -> None:
         """Ends the pair; calls that wait in it raise. Idempotent. See Note [Deadlines of its own]."""
@@ -366,14 +376,14 @@ class NcclPair:
     def _run(self, group: Group, begin: Callable[[Group], Any]) -> None:
         if group is None or self._closed.is_set():
             raise RuntimeError("this end of the link is closed")
-        with self._stream():
+        with self._gpu.stream():
             work = begin(group)
-        until, pause = self._clock() + self._timeout, self._tuning.looked_first
+        until, pause = self._clock() + self._gpu.timeout, self._tuning.looked_first
         while not work.is_completed():
             if self._closed.wait(pause):
                 raise RuntimeError("this end of the link is closed")
             if self._clock() >= until:
-                raise RuntimeError(f"NCCL has not ended an operation in {self._timeout:g} s")
+                raise RuntimeError(f"NCCL has not ended an operation in {self._gpu.timeout:g} s")
             pause = min(2 * pause, self._tuning.looked_last)
         if (error := work.exception()) is not None:
             raise RuntimeError(f"NCCL: {error}")
@@ -382,41 +392,23 @@ class NcclPair:
 class NcclConnect(GlooConnect):
     """Forms a pair over gloo and, where both ends have a GPU of their own, NCCL's communicators beside it."""
 
-    def __init__(
-        self,
-        store: Store,
-        epoch: int,
-        me: int,
-        peer: int,
-        timeout: float,
-        *,
-        gpu: str,
-        device: torch.device,
-        stream: Callable[[], AbstractContextManager[Any]],
-        bulk: float,
-        make: MakeGroup | None = None,
-    ) -> None:
-        """`gpu`: the unique name of the GPU `device` of this end; `stream`: makes the pair's stream the current one;
-        `bulk`: seconds of one operation at most; `make`: makes communicators, None: NCCL's."""
+    def __init__(self, store: Store, epoch: int, me: int, peer: int, timeout: float, gpu: LinkGpu) -> None:
+        """`timeout`: see GlooConnect."""
         super().__init__(store, epoch, me, peer, timeout)
         self._gpu = gpu
-        self._device = device
-        self._stream = stream
-        self._bulk = bulk
-        self._make = make or make_communicator
-        self._wait = timeout
 
     def __call__(self) -> tuple[TwoRanks, ...]:
         """Forms the groups, waiting for the other end. RuntimeError: it did not come, or gave up."""
         over_gloo = self.over_gloo()
         if not self._differ(over_gloo[0]):
             return over_gloo
-        rank, store = int(not self.first), self._store.clone(self._wait)
+        rank, store = int(not self.first), self._store.clone(self._timeout)
+        make = self._gpu.make or make_communicator
 
         def over_nccl(group: str, control: GlooPair) -> NcclPair:
-            there, back = (self._make(store, f"{self._below}/{group}/{way}", rank, self._bulk) for way in _WAYS)
+            there, back = (make(store, f"{self._below}/{group}/{way}", rank, self._gpu.timeout) for way in _WAYS)
             out, into = (there, back) if self.first else (back, there)
-            return NcclPair(control, out, into, 1 - rank, self._stream, self._device, self._bulk)
+            return NcclPair(control, out, into, 1 - rank, self._gpu)
 
         return tuple(map(over_nccl, GROUPS, over_gloo))
 
@@ -430,7 +422,7 @@ class NcclConnect(GlooConnect):
     def _differ(self, control: GlooPair) -> bool:
         """Returns whether the ends have different GPUs: NCCL refuses two ranks on one GPU."""
         mine = torch.zeros(_ID, dtype=torch.uint8)
-        name = self._gpu.encode()[:_ID]
+        name = self._gpu.name.encode()[:_ID]
         mine[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8) if name else mine[:0]
         theirs = torch.empty_like(mine)
         ways = (control.send, mine), (control.recv, theirs)
@@ -464,6 +456,6 @@ def stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]
 
 
 def _abort(*groups: Group) -> None:
-    for each in groups:
+    for group in groups:
         with suppress(RuntimeError):
-            each.abort()
+            group.abort()

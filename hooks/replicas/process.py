@@ -46,7 +46,7 @@ from .layer_moves import ReplicaSetup
 from .link import Link
 from .messages import Hello, Welcome, fingerprint_of
 from .microbatch_plan import Request, split_by_cost
-from .pair import GlooConnect, NcclConnect, Store, gpu_name, stream_of
+from .pair import GlooConnect, LinkGpu, NcclConnect, Store, gpu_name, stream_of
 from .recording import Notes
 from .replica import Replica
 from .replica_model import (
@@ -55,7 +55,6 @@ from .replica_model import (
     Ran,
     ReplicaModel,
     RunsLayers,
-    SplicedLayers,
     StageTimes,
     cache_of,
     marks_of,
@@ -72,8 +71,8 @@ def measure_cost(
     least: dict[tuple[tuple[int, int], ...], float] = {}
     for left in reversed(range(tuning.tries_measured)):
         for _ in range(tuning.rounds_measured):
-            for each in _batches(member, layers, mark, tuning):
-                least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+            for ran in _batches(member, layers, mark, tuning):
+                least[ran.sizes] = min(ran.end - ran.begin, least.get(ran.sizes, float("inf")))
         try:
             return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
         except ValueError:
@@ -160,33 +159,28 @@ def installed(options: ReplicaOptions) -> Device:
     return devices.require()
 
 
-def serve(options: ReplicaOptions, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
-    """Serves as the replica of a rank until its supervisor ends, see `run`; the pool is put under torch first."""
-    run(options, installed(options), rank, cost, channel)
-
-
-def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
-    """Serves as a replica until its supervisor ends. `cost`: of chunks; None: it is measured. ManageError, SpliceError;
-    JoinRefused; SupervisorLost before it serves; torch.OutOfMemoryError."""
+def run(options: ReplicaOptions, device: Device, rank: int, channel: ToSupervisor) -> None:
+    """Serves as a replica until its supervisor ends. ManageError, SpliceError; JoinRefused; SupervisorLost before it
+    serves; torch.OutOfMemoryError."""
     name, say, tuning = options.model, options.say, options.tuning
     model = loaded(name, device, say)
     handle = managed(model, ManageOptions.of(options.manage))
     try:
         with Splice(model) as splice:
-            runs = SplicedLayers(splice)
+            splice.prove()  # or the replica is refused, before it measures
             batching = dict(options.batching)
             settings = GroupSettings.of(model, batching.pop("max_batch_tokens", tuning.chunk), **batching)
             torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
             welcome = channel.join(fingerprint)  # before it measures, as it may be refused
-            cost = (
-                cost or welcome.cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
-            )
+            cost = welcome.cost
+            if cost is None:
+                cost = _measured(ReplicaModel(name, model, splice, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
-            replica = ReplicaModel(name, model, runs, settings, times)
+            replica = ReplicaModel(name, model, splice, settings, times)
             hello = _hello(replica, handle, device, cost, rank)
             channel.serving.set()
             attach = None if options.attach is None else options.attach(Config.from_env())
@@ -225,14 +219,13 @@ class _Member:
         if self.attach is not None:
             runs, supervisor, make = self.attach(me, replica.runs, supervisor)
             replica = replace(replica, runs=runs)
-        gpu = gpu_name(self.device)
-        stream = stream_of(self.device) if gpu else None
+        name = gpu_name(self.device)
+        gpu = LinkGpu(name, self.device, stream_of(self.device), tuning.bulk) if name else None
 
         def connect(epoch: int, peer: int) -> Link:
             connects = GlooConnect(store, epoch, me, peer, tuning.forming)
-            if stream is not None:
-                ways: dict[str, Any] = {"gpu": gpu, "device": self.device, "stream": stream, "bulk": tuning.bulk}
-                connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
+            if gpu is not None:
+                connects = NcclConnect(store, epoch, me, peer, tuning.forming, gpu)
             return make(connects, epoch, peer, self.channel.wakeup, device=self.device, tuning=tuning)
 
         supervisor.post(self.hello)
@@ -251,11 +244,11 @@ def _measured(
 ) -> ChunkCost:
     """Measures the cost of chunks. ManageError where that fails."""
     try:
-        found = measure_cost(member, layers, marks, tuning)
+        measured = measure_cost(member, layers, marks, tuning)
     except ValueError as error:
         raise ManageError(f"what batches of {member.name} take cannot be measured: {error}") from error
-    say(f"{member.name}: what a batch takes is predicted within {found.error:.1%} on average")
-    return found.cost
+    say(f"{member.name}: what a batch takes is predicted within {measured.error:.1%} on average")
+    return measured.cost
 
 
 def _note(notes: Notes, ran: Ran) -> None:
@@ -271,6 +264,6 @@ def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCo
     token = round(cache.token_bytes)
     now = memory_of(cache.pages)
     cache.user = lambda: None
-    own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
+    own = sum(opened.backed for opened in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
     free = device.budget // device.page_size - own - now.reserve // device.page_size
     return Hello(os.getpid(), platform.node(), max(0, free), layers, token, device.page_size, cost, rank)

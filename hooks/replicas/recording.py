@@ -60,8 +60,8 @@ class Notes:
 
     def take(self) -> tuple[Noted, ...]:
         """Removes and returns the bars that have ended."""
-        found, self._bars = tuple(self._bars), []
-        return found
+        bars, self._bars = tuple(self._bars), []
+        return bars
 
 
 def machine() -> str:
@@ -85,7 +85,7 @@ class Recording:
 
     def seen(self, member: int, seen: Seen) -> None:
         """Adds the bars of a replica."""
-        bars = [Bar(member, *each) for each in seen.bars]
+        bars = [Bar(member, *noted) for noted in seen.bars]
         if seen.machine == self._machine:
             self._keep(self._bars, bars)
             return
@@ -99,7 +99,7 @@ class Recording:
         parts = [(f"{name} waits", came, now if first is None else first)]
         if first is not None:
             parts.append((name, first, now))
-        self._keep(self._bars, [Bar(-1, REQUESTS, *each) for each in parts])
+        self._keep(self._bars, [Bar(-1, REQUESTS, *part) for part in parts])
 
     def mark(self, name: str) -> None:
         """Adds a mark with this name at the present time."""
@@ -109,9 +109,9 @@ class Recording:
     def recording(self) -> FleetRecording:
         """Returns everything recorded so far."""
         moved = [
-            each._replace(begin=each.begin + self._apart[member], end=each.end + self._apart[member])
+            bar._replace(begin=bar.begin + self._apart[member], end=bar.end + self._apart[member])
             for member, bars in self._foreign.items()
-            for each in bars
+            for bar in bars
         ]
         bars = (*self._bars, *moved)
         return FleetRecording(self._start, self._clock(), bars, tuple(self._marks), self._missing)
@@ -183,26 +183,26 @@ class DecisionFile:
 def read_decisions(path: Path) -> list[Entry]:
     """Returns all remaining entries of a log; the first is a Setup where the log is complete. ManageError where a line
     is no entry; OSError."""
-    found = _entries(path)
-    if not found or not isinstance(found[0], Continued):
-        return found
+    entries = _entries(path)
+    if not entries or not isinstance(entries[0], Continued):
+        return entries
     earlier = _entries(_earlier(path)) if _earlier(path).exists() else []
-    before = sum(isinstance(each, Decision) for each in earlier)
+    before = sum(isinstance(entry, Decision) for entry in earlier)
     if earlier and isinstance(earlier[0], Continued):
         before += earlier[0].decisions
-    if not earlier or before != found[0].decisions:
-        return found
-    return [*earlier, *(each for each in found if isinstance(each, Decision))]
+    if not earlier or before != entries[0].decisions:
+        return entries
+    return [*earlier, *(entry for entry in entries if isinstance(entry, Decision))]
 
 
 def _entries(path: Path) -> list[Entry]:
-    found = []
+    entries = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            found.append(from_line(text))
+            entries.append(from_line(text))
         except ValueError as error:
             raise ManageError(f"{path}, line {number}: {error}") from None
-    return found
+    return entries
 
 
 def _earlier(path: Path) -> Path:

@@ -105,15 +105,15 @@ class CountReport:
             times.poll()
         measured = () if times is None else (times.busy, times.open, times.error)
         held = setup.layers - len(setup.holds.dropped)
-        found = Counted(self._state.sent, self._moves.sent, held, *measured)
-        if found != self._told:
-            self._told = found
-            setup.supervisor.post(found)
+        counted = Counted(self._state.sent, self._moves.sent, held, *measured)
+        if counted != self._told:
+            self._told = counted
+            setup.supervisor.post(counted)
         if bars := setup.notes.take():
             setup.supervisor.post(Seen(self._machine, now, bars))
 
 
-_TAGS = ("kv", "arrival", "handover", "pull", "old")  # whose messages end an idle wait
+_TAGS = ("kv", "arrival", "handover", "pull")  # whose messages end an idle wait
 
 
 class Replica:
@@ -128,12 +128,11 @@ class Replica:
         self._requests = LedRequests(setup.supervisor)
         self._state = EpochState(setup, self._requests, self._beat)
         self._moves = LayerMoves(setup, self._beat, self._links)
-        self._change = EpochChange(setup, self._state, self._moves, self._requests)
+        self._change = EpochChange(setup, self._state, self._moves)
         self._counts = CountReport(setup, self._state, self._moves)
         self._ended = False
         self._rejoins: tuple[Request, ...] | None = None
-        setup.holds.offer(self._load.add_wish)
-        setup.holds.pieces.on_progress = self._load.beat_mid_step
+        setup.holds.begin(self._load.add_wish, self._load.beat_mid_step)
 
     # -- the loop
 
@@ -149,9 +148,7 @@ class Replica:
             with suppress(SupervisorLost):
                 self._counts.send(at_once=True)
             self._state.wait_closed()
-            self._setup.holds.end_offer()
-            self._setup.holds.pieces.end()
-            self._setup.holds.give_back()
+            self._setup.holds.end()
         return self._rejoins
 
     def step(self) -> None:
@@ -256,8 +253,6 @@ class Replica:
                 self._moves.begin(message.epoch, message.pulls, links)
             case StartTimeline():
                 self._setup.notes.on = True
-            case protocol.Rejoin():
-                self._ended, self._rejoins = True, ()
             case SupervisorRestarted():
                 self._ended, self._rejoins = True, self._led()
             case End():

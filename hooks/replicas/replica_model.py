@@ -41,7 +41,6 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.groups import Span
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas, Serving
 from ..batching.batched import Batched
@@ -49,9 +48,8 @@ from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
 from ..forward.lease import GroupLease
-from ..splice.forms import Hidden, Logits
-from ..splice.splice import Splice, SpliceStage
-from .microbatch_plan import Chunk
+from ..splice.forms import States
+from .microbatch_plan import Chunk, StageLink
 
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 
@@ -108,7 +106,7 @@ class StageTimes:
             if ended is None or began is None:
                 return
             self._running.popleft()
-            sizes = tuple((each.before, len(each.ids)) for each in chunks)
+            sizes = tuple((chunk.before, len(chunk.ids)) for chunk in chunks)
             self.add(Ran(began, ended, sizes, layers))
 
     @property
@@ -223,11 +221,11 @@ class GroupSettings:
 
 def config_of(config: Any, layers: range) -> Any:
     """Returns a copy of a decoder's configuration with these layers alone."""
-    found = copy.copy(config)
-    found.num_hidden_layers = len(layers)
+    shorter = copy.copy(config)
+    shorter.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None) is not None:
-        found.layer_types = [config.layer_types[layer] for layer in layers]
-    return found
+        shorter.layer_types = [config.layer_types[layer] for layer in layers]
+    return shorter
 
 
 class SpanCache(ElasticPagedCache):
@@ -256,10 +254,10 @@ class SpanCache(ElasticPagedCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new keys and values as transformers' cache does. `layer_idx`: of the model, within the span."""
-        found: tuple[torch.Tensor, torch.Tensor] = super().update(
+        stored: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states=key_states, value_states=value_states, layer_idx=layer_idx - self.layers.start, kwargs=kwargs
         )
-        return found
+        return stored
 
     def store(self, state: Any, tokens: int) -> bool:
         """Allocates blocks for so many more tokens of a request, on the host where the device has no page (reads are
@@ -317,8 +315,8 @@ class SpanCache(ElasticPagedCache):
         return int((words * weights).sum())
 
     def _blocks(self, request: str, layer: int) -> list[int]:
-        found: list[int] = self.layer_to_allocator[layer - self.layers.start].block_table[request]
-        return found
+        blocks: list[int] = self.layer_to_allocator[layer - self.layers.start].block_table[request]
+        return blocks
 
     def _rows(self, request: str, layer: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all blocks of a layer, [blocks, 2, tokens, heads, width], and the indices of these of a request."""
@@ -331,9 +329,6 @@ class SpanCache(ElasticPagedCache):
         """Returns the blocks that a request needs for its tokens [start, end), beyond those for earlier tokens."""
         size: int = self.block_tokens
         return -(-end // size) - -(-start // size)
-
-
-States = tuple[torch.Tensor, ...]  # passed between two layers, hidden states [1, tokens, width] first
 
 
 class RunsLayers(Protocol):
@@ -370,10 +365,10 @@ class SpanRunner:
         `given`: the states from the stage before. Returns the states for the next stage, or on the last stage the
         logits [sampling chunks, vocabulary]. torch.OutOfMemoryError."""
         began = None if self._times is None else self._times.begin()
-        found = self._run(chunks, states, given)
+        made = self._run(chunks, states, given)
         if self._times is not None and began is not None:
             self._times.end(began, chunks, len(self._cache.layers))
-        return found
+        return made
 
     def _run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
         batch = [_scheduled(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
@@ -385,10 +380,10 @@ class SpanRunner:
         indices = inputs["logits_indices"][:sampled]
         if self.last and self._keeps:
             inputs["logits_to_keep"] = indices
-        found = self._runs(self._cache.layers, given, inputs)
+        made = self._runs(self._cache.layers, given, inputs)
         if not self.last:
-            return found
-        (logits,) = found
+            return made
+        (logits,) = made
         return (logits[0] if self._keeps else logits[0, indices],)
 
 
@@ -396,30 +391,6 @@ def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:
     assert state.position_offset == chunk.before, f"{chunk.request} has {state.position_offset} tokens"
     state.tokens_to_process = list(chunk.ids)
     return FutureRequestState(state, chunk.samples, {}, len(chunk.ids))
-
-
-class SplicedLayers:
-    """Runs layers of the model of a Splice, whose span it sets.
-
-    To be made before `GroupSettings.of` sets paged attention: the proof that the layers can run in parts calls the
-    whole model without a paged cache.
-    """
-
-    def __init__(self, splice: Splice) -> None:
-        """Raises SpliceError where the model cannot run in parts."""
-        if len(splice.layers) > 1:
-            before, splice.span = splice.span, Span(0, 1)
-            splice.span = before
-        self.splice = splice
-        self._stage = SpliceStage(splice)
-
-    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
-        """Runs these layers, see span_runner.RunsLayers. SpliceError, and what the model raises."""
-        span = Span(layers.start, layers.stop)
-        if self.splice.span != span:
-            self.splice.span = span
-        found = self._stage.run(inputs, None if given is None else Hidden(given))
-        return (found.logits,) if isinstance(found, Logits) else found.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +402,18 @@ class ReplicaModel:
     runs: RunsLayers
     settings: GroupSettings
     times: StageTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What a stage of a group works with. `before`, `after`: links to the neighbouring stages; after the last one comes
+    the first. None: there is no other stage."""
+
+    epoch: int
+    cache: SpanCache
+    runner: SpanRunner
+    before: StageLink | None
+    after: StageLink | None
 
 
 def cache_of(member: ReplicaModel, layers: range) -> SpanCache:

@@ -11,12 +11,12 @@ from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ..server.application import Address, Application
 from ..watch.registry import Addition
-from .channel import MemberAdmission, Wakeup
+from .channel import Wakeup
 from .child_processes import ChildProcesses, ReplicaPipes
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
 from .microbatch_plan import Request
 from .pair import Store
-from .supervisor import Fleet, FleetState, FleetSupervisor
+from .supervisor import Fleet, FleetState, FleetSupervisor, SupervisorPorts
 
 LOCAL: Final = "127.0.0.1"
 
@@ -120,16 +120,16 @@ class LocalFleet:
         self._front: FrontendManager | None = None
         self._links = Store.host(LOCAL, timeout=self._tuning.store)  # ends with this object
         wakeup = Wakeup()
-        pipes = ReplicaPipes(MemberAdmission(LOCAL, self._links.port), wakeup)
+        pipes = ReplicaPipes(LOCAL, self._links.port, wakeup)
         self._children = ChildProcesses(fleet.options, fleet.devices, pipes)
-        self._parts = FleetSupervisor(fleet, pipes, self._children, wakeup, self._told, say)
-        self.supervisor = self.clients = self._parts.supervisor
+        ports = SupervisorPorts(pipes, self._children, wakeup, self._told, say)
+        self.supervisor = self.clients = FleetSupervisor(fleet, ports)
         self._count = fleet.replicas
 
     @property
     def cost(self) -> ChunkCost | None:
         """The cost of chunks on these replicas; None until one has joined."""
-        return self._parts.cost
+        return self.supervisor.cost
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class LocalFleet:
 
     def close(self) -> None:
         """Ends requests and replicas. Idempotent."""
-        self._parts.close(lambda: self._children.close(self._tuning.joining))
+        self.supervisor.end(lambda: self._children.close(self._tuning.joining))
 
     def _told(self, request: Request, error: str | None) -> None:
         if self._front is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,8 +12,8 @@ from .errors import NoAnswer
 from .follower import Follower
 from .leader import Leader, Notify
 from .link import Link
-from .microbatch_plan import SplitPolicy, record_of, split_by_tokens, tensor_of
-from .replica_model import ReplicaModel, cache_of, most_tokens, room_of, runner_of
+from .microbatch_plan import FollowerSize, SplitPolicy, record_of, split_by_tokens, tensor_of
+from .replica_model import ReplicaModel, SpanCache, StageParts, cache_of, most_tokens, runner_of
 
 
 class WatchedLink:
@@ -40,7 +40,8 @@ class WatchedLink:
 
 
 class Stage:
-    """A stage. Used by one thread. `leader`: None on followers, and on the first stage until all others are ready."""
+    """A stage. Used by one thread. `leader`: None on followers, and on the first stage until all others are ready. In
+    virtual time its cache, leader and follower are others (virtual_replicas/virtual_stage.py)."""
 
     def __init__(
         self,
@@ -59,35 +60,42 @@ class Stage:
         self.group = group
         self.epoch = epoch
         self.leader: Leader | None = None
-        self.cache = cache_of(replica, range(span.begin, span.end))
+        self.cache = self._new_cache(replica, span.layers)
         self._replica = replica
-        self._runner = runner_of(replica, self.cache)
         self._links = links
         self._notify = notify
-        self._split = split
+        self.split = split
         self._before = links.get(group.members[number - 1])
         self._after = links.get(group.members[(number + 1) % group.size])
         self._follower: Follower | None = None
-        self._rooms: dict[int, tuple[int, int, int]] = {}  # by follower: its room, most and reads, see Leader
+        self._ready: dict[int, FollowerSize] = {}  # by follower
         if number:
-            assert self._before is not None
-            assert self._after is not None
-            cache = self.cache
-            self._follower = Follower(
-                epoch, number, cache, self._runner, self._before, self._after, lambda: room_of(cache)
-            )
-            ready = (self._follower.room, most_tokens(cache), cache.max_tokens_read)
-            links[group.members[0]].send(tensor_of(ready), "ready", True)
+            self._follower = self._new_follower(number)
+            links[group.members[0]].send(tensor_of(self._follower_size()), "ready", True)
         elif group.size == 1:
-            self._lead()
+            self.leader = self._new_leader([])
+
+    def _new_cache(self, replica: ReplicaModel, layers: range) -> SpanCache:
+        self._runner = runner_of(replica, cache := cache_of(replica, layers))
+        return cache
+
+    @property
+    def _parts(self) -> StageParts:
+        return StageParts(self.epoch, self.cache, self._runner, self._before, self._after)
+
+    def _new_follower(self, number: int) -> Follower:
+        return Follower(number, self._parts)
+
+    def _follower_size(self) -> FollowerSize:
+        assert self._follower is not None
+        return FollowerSize(self._follower.room, most_tokens(self.cache), self.cache.max_tokens_read)
+
+    def _new_leader(self, followers: Sequence[FollowerSize]) -> Leader:
+        return Leader(self._parts, self._replica.settings, self._notify, followers, self.split)
 
     @property
     def follower(self) -> Follower | None:
         return self._follower
-
-    @property
-    def leads(self) -> bool:
-        return self._follower is None
 
     @property
     def drained(self) -> bool:
@@ -111,7 +119,7 @@ class Stage:
         if self._follower is not None:
             return self._before is not None and self._before.link.has("plan")
         if self.leader is None:
-            return any(each.link.has("ready") for each in self._links.values())
+            return any(link.link.has("ready") for link in self._links.values())
         return self._answered() or (not self.leader.idle and self.leader.in_flight < self.group.size)
 
     def step(self) -> bool:
@@ -138,26 +146,9 @@ class Stage:
         """Takes in followers that are ready; becomes the leader once all are."""
         came = False
         for member in self.group.members[1:]:
-            if member not in self._rooms and (found := self._links[member].link.take("ready")) is not None:
-                room, most, reads = record_of(found, tuple[int, int, int])
-                self._rooms[member] = room, most, reads
+            if member not in self._ready and (ready := self._links[member].link.take("ready")) is not None:
+                self._ready[member] = record_of(ready, FollowerSize)
                 came = True
-        if len(self._rooms) == self.group.size - 1:
-            self._lead()
+        if len(self._ready) == self.group.size - 1:
+            self.leader = self._new_leader([self._ready[member] for member in self.group.members[1:]])
         return came
-
-    def _lead(self) -> None:
-        rooms = [self._rooms[member] for member in self.group.members[1:]]
-        self.leader = Leader(
-            self.epoch,
-            self.cache,
-            self._runner,
-            self._replica.settings,
-            self._notify,
-            after=self._after,
-            last=self._before,
-            rooms=tuple(room for room, _, _ in rooms),
-            most=min((most for _, most, _ in rooms), default=float("inf")),
-            reads=min((reads for _, _, reads in rooms), default=float("inf")),
-            split=self._split,
-        )

@@ -15,20 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from ...offload.policy.replicas import protocol
-from ...offload.policy.replicas.cluster import Cluster
 from ...offload.policy.replicas.controller import Controller, decide
 from ...offload.policy.replicas.demand import KVSize
+from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.processes import Replacements
-from ...offload.policy.replicas.protocol import Entry, Event, Note, Reason, Setup
+from ...offload.policy.replicas.protocol import Event, Note, Setup
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
-from .channel import Processes, ReplicaChannel, ReplicaSink, Wakeup
+from .channel import Members, Processes, Wakeup
 from .client_requests import ClientRequests
 from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
 from .microbatch_plan import Request
@@ -79,7 +80,7 @@ def state_of(
     """Returns the present state. `controller`: None before the first replica; `requests`: number of those that have not
     ended; `counts`: of actions, by ActionPerformer's names; `told`: the latest counts of each replica, also of lost
     ones; `replaced`: number of replacements."""
-    groups = [] if controller is None else [each.group for each in tuple(controller.cluster.groups.values())]
+    groups = [] if controller is None else [active.group for active in tuple(controller.cluster.groups.values())]
     spans = {
         member: (span.begin, span.end)
         for group in groups
@@ -93,38 +94,47 @@ def state_of(
         restores=counts["restore"],
         discarded=counts["discard"],
         fenced=counts["fence"],
-        moved=(sum(each.kv_bytes for each in told.values()), sum(each.layer_bytes for each in told.values())),
+        moved=(
+            sum(counted.kv_bytes for counted in told.values()),
+            sum(counted.layer_bytes for counted in told.values()),
+        ),
         requests=requests,
         held=0 if controller is None else len(controller.book.held),
         recomputed=counts["recompute"],
         replaced=replaced,
         declined=dict(declined),
-        layers={member: each.layers for member, each in told.items() if member in spans},
-        busy=sum(each.busy for each in told.values()),
-        open=sum(each.open for each in told.values()),
-        errors={member: each.error for member, each in told.items() if member in spans and each.error is not None},
+        layers={member: counted.layers for member, counted in told.items() if member in spans},
+        busy=sum(counted.busy for counted in told.values()),
+        open=sum(counted.open for counted in told.values()),
+        errors={
+            member: counted.error for member, counted in told.items() if member in spans and counted.error is not None
+        },
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorPorts:
+    """What a supervisor reaches. `notify_client`: called on its thread with a request after each token, and with an
+    error message when it failed; `say`: prints a line; `clock`: in seconds."""
+
+    replicas: Members[Any]
+    processes: Processes
+    wakeup: Wakeup
+    notify_client: Callable[[Request, str | None], object]
+    say: Callable[[str], object]
+    clock: Callable[[], float] = time.monotonic
 
 
 class Ranks:
     """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
 
-    def __init__(
-        self,
-        count: int,
-        processes: Processes,
-        cost: ChunkCost | None,
-        clock: Callable[[], float],
-        say: Callable[[str], object],
-        tuning: Replicas,
-    ) -> None:
-        """`count`: of ranks; `cost`: of chunks; None: the first replicas measure it. `say`: prints a line."""
+    def __init__(self, count: int, ports: SupervisorPorts, tuning: Replicas) -> None:
+        """`count`: of ranks."""
         self.replaced = 0
         self._ranks = range(count)
-        self._processes = processes
-        self._cost = cost
-        self._clock = clock
-        self._say = say
+        self._processes = ports.processes
+        self._clock = ports.clock
+        self._say = ports.say
         self._replacements = Replacements(count, tuning)
         self._members: dict[int, int] = {}  # by rank
 
@@ -136,14 +146,13 @@ class Ranks:
     def start(self) -> None:
         """Starts the replicas of all ranks. OSError where a process cannot be started."""
         for rank in self._ranks:
-            self._processes.start(rank, self._cost)
+            self._processes.start(rank)
 
-    def joined(self, rank: int, member: int, cost: ChunkCost) -> bool:
-        """Notes that the replica of a rank has joined as a member, with its cost of chunks. False where that cannot be:
-        no process of the rank runs, or its replica has joined already."""
+    def joined(self, rank: int, member: int) -> bool:
+        """Notes that the replica of a rank has joined as a member. False where that cannot be: no process of the rank
+        runs, or its replica has joined already."""
         if not self._replacements.joined(rank, self._clock()):
             return False
-        self._cost = self._cost or cost
         self._members[rank] = member
         return True
 
@@ -155,16 +164,15 @@ class Ranks:
         for rank in self._replacements.due(self._clock()):
             self.replaced += 1
             try:
-                self._processes.start(rank, self._cost)
+                self._processes.start(rank)
             except OSError as error:
                 yield self._gone(rank, f"it could not be started: {error}")
 
-    def end(self, member: int) -> bool:
-        """Kills the process of a member. False where there is none."""
-        ranks = [rank for rank, its in self._members.items() if its == member]
-        for rank in ranks:
-            self._processes.end(rank)
-        return bool(ranks)
+    def end(self, member: int) -> None:
+        """Kills the process of a member, if there is one."""
+        for rank, its in self._members.items():
+            if its == member:
+                self._processes.end(rank)
 
     def end_starting(self) -> None:
         """Kills the processes of replicas that have not joined, and so cannot be sent a message."""
@@ -177,7 +185,7 @@ class Ranks:
         who = "a replica that had not joined yet" if member is None else f"replica {member}"
         wait = self._replacements.ended(rank, self._clock())
         if wait is None:
-            self._processes.abandon(rank)
+            self._processes.end(rank, for_good=True)
         then = "" if wait is None else "; another one is started" + (f" in {wait:.1f} s" if wait else "")
         self._say(f"{who} has ended: {how}{then}")
         return member, how
@@ -188,27 +196,25 @@ class ActionPerformer:
 
     def __init__(
         self,
-        replicas: ReplicaSink,
+        ports: SupervisorPorts,
         clients: ClientRequests,
         ranks: Ranks,
         ready: threading.Event,
-        say: Callable[[str], object],
         recording: Recording | None,
     ) -> None:
-        """`ready`: is set once a replica serves; `say`: prints a line."""
+        """`ready`: is set once a replica serves."""
         self.counts: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
-        self._replicas = replicas
+        self._replicas = ports.replicas
         self._clients = clients
         self._ranks = ranks
         self._ready = ready
-        self._say = say
+        self._say = ports.say
         self._recording = recording
-        self._drops: dict[int, bool] = {}  # by epoch in preparation: does it drop layers?
-        self._prepared: set[int] = set()  # members of the epoch in preparation
+        self._prepared: tuple[Group, ...] = ()  # of the latest epoch in preparation
 
-    def perform(self, action: protocol.Action, cluster: Cluster) -> None:
-        """Performs an action. `cluster`: the controller's, after this event."""
+    def perform(self, action: protocol.Action) -> None:
+        """Performs an action."""
         match action:
             case protocol.Dispatch():
                 self._give((action.request,), action.epoch, action.members)
@@ -220,57 +226,50 @@ class ActionPerformer:
             case protocol.Cancel():
                 self._replicas.post(action.members[0], action)
             case protocol.Prepare():
-                self._drops[action.epoch] = any(group.is_dropped for group in action.groups)
-                self._prepared = {member for group in action.groups for member in group.members}
-                self._to(self._prepared, action)
+                self._prepared = action.groups
+                self._to_prepared(action)
             case protocol.Commit():
-                self._committed(action, cluster)
+                self._committed(action)
             case protocol.Discard():
                 self.counts["discard"] += 1
-                self._drops.pop(action.epoch, None)
                 self._mark(f"epoch {action.epoch} is given up")
                 self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
-                self._to(self._prepared, action)
+                self._to_prepared(action)
             case protocol.Alone():
                 self._replicas.post(action.member, action)
                 self._ready.set()
             case protocol.StartRestore():
-                comes = Counter(each.member for each in action.pulls)
+                comes = Counter(pull.member for pull in action.pulls)
                 parts = ", ".join(f"{count} to replica {member}" for member, count in sorted(comes.items()))
                 self._say(f"epoch {action.epoch}: layers come home: {parts}")
-                self._to({each.member for each in action.pulls}, action)
+                self._to({pull.member for pull in action.pulls}, action)
             case protocol.Fence():
                 self.counts["fence"] += 1
                 self._fence(action)
             case protocol.Decline():
                 self.declined[action.reason.value] += 1
-            case protocol.Rejoin():
-                self._replicas.post(action.member, action)
             case protocol.Hold():
                 pass  # the request waits in the controller
 
     def _fence(self, action: protocol.Fence) -> None:
-        """Kills a process of this machine. A replica of another machine may only be paused: if it resumes, it joins
-        anew."""
-        ended = self._ranks.end(action.member)
-        ends = ended or action.reason is Reason.FILE_CHANGED
-        what = f"replica {action.member} is {'ended' if ends else 'shut out until it joins anew'}"
+        """Kills the process of a replica. One that cannot be reached now ends when it reads the message."""
+        self._ranks.end(action.member)
+        what = f"replica {action.member} is ended"
         self._mark(what)
         self._say(f"{what}: {action.reason.value}")
-        self._replicas.post(action.member, End() if ends else protocol.Rejoin(action.member))
+        self._replicas.post(action.member, End())
 
-    def _committed(self, action: protocol.Commit, cluster: Cluster) -> None:
-        drops = self._drops.pop(action.epoch, True)
+    def _committed(self, action: protocol.Commit) -> None:
+        drops = any(group.is_dropped for group in self._prepared)
         self.counts["drop" if drops else "restore"] += 1
         self._mark(f"epoch {action.epoch}: {'drop' if drops else 'restore'}")
-        groups = [each.group for each in cluster.groups.values() if each.epoch == action.epoch]
-        for group in groups:
+        for group in self._prepared:
             parts = ", ".join(
                 f"replica {member} holds layers {span.begin} to {span.end - 1}"
                 for member, span in zip(group.members, group.spans, strict=True)
             )
             self._say(f"epoch {action.epoch}: {parts}")
-        self._to(self._prepared, action)
+        self._to_prepared(action)
 
     def _mark(self, what: str) -> None:
         if self._recording is not None:
@@ -279,6 +278,9 @@ class ActionPerformer:
     def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
         for start in self._clients.assign(names, epoch):
             self._replicas.post(members[0], start)
+
+    def _to_prepared(self, message: Message) -> None:
+        self._to({member for group in self._prepared for member in group.members}, message)
 
     def _to(self, members: set[int], message: Message) -> None:
         for member in sorted(members):
@@ -290,35 +292,29 @@ class Supervisor:
 
     def __init__(
         self,
-        make: Callable[[Hello], Controller],
-        replicas: ReplicaChannel,
-        processes: Processes,
-        wakeup: Wakeup,
-        clock: Callable[[], float],
-        notify_client: Callable[[Request, str | None], object],
-        say: Callable[[str], object],
-        ranks: int = 0,
+        ports: SupervisorPorts,
+        ranks: int,
         cost: ChunkCost | None = None,
         tuning: Replicas = DEFAULT.replicas,
         note: Note = lambda entry: None,
         recording: Recording | None = None,
+        replacing: Replicas | None = None,
     ) -> None:
-        """`make`: makes the controller, from the first replica's Hello; `notify_client`: called on the supervisor's
-        thread with a request after each token, and with an error message when it failed; `say`: prints a line; `ranks`:
-        number of replicas to start and to replace; `cost`: of chunks; None: the first replicas measure it; `note`:
-        called with each decision of the controller; `recording`: of a timeline."""
+        """`ranks`: number of replicas to start and to replace; `cost`: of chunks; None: the first replicas measure it;
+        `note`: called with each decision of the controller; `recording`: of a timeline; `replacing`: tuning of
+        replacements, where it is another one."""
         self.ready = threading.Event()  # a replica serves, or none ever will
-        self._make = make
         self._controller: Controller | None = None
-        self._replicas = replicas
-        self._wakeup = wakeup
-        self._clock = clock
-        self._say = say
+        self._replicas = ports.replicas
+        self._replicas.cost = cost
+        self._wakeup = ports.wakeup
+        self._clock = ports.clock
+        self._say = ports.say
         self._tuning = tuning
         self._note = note
-        self._clients = ClientRequests(clock, notify_client, self._on, recording)
-        self._ranks = Ranks(ranks, processes, cost, clock, say, tuning)
-        self._actions = ActionPerformer(replicas, self._clients, self._ranks, self.ready, say, recording)
+        self._clients = ClientRequests(ports.clock, ports.notify_client, self._on, recording)
+        self._ranks = Ranks(ranks, ports, replacing or tuning)
+        self._actions = ActionPerformer(ports, self._clients, self._ranks, self.ready, recording)
         self._hello: Hello | None = None
         self._counted: dict[int, Counted] = {}
         self._recording = recording
@@ -344,12 +340,6 @@ class Supervisor:
             self._thread.join()
         elif self._thread.ident is None:
             self._end()  # it never began
-
-    def collect(self) -> None:
-        """Takes in the last bars of replicas. To be called after `close`, once their processes have ended."""
-        while (found := self._replicas.take()) is not None:
-            if self._recording is not None and isinstance(found[1], Seen):
-                self._recording.seen(found[0], found[1])
 
     # -- for clients, on any thread
 
@@ -381,9 +371,14 @@ class Supervisor:
         return self._failed
 
     @property
+    def cost(self) -> ChunkCost | None:
+        """The cost of chunks; None where it is not known yet."""
+        return self._replicas.cost
+
+    @property
     def waiting(self) -> int:
         """Number of requests that wait for their first token."""
-        return len(self._clients.waiting)
+        return self._clients.waiting
 
     def state(self) -> FleetState:
         """Returns a snapshot of the replicas and their counts."""
@@ -418,8 +413,8 @@ class Supervisor:
     def _turn(self) -> None:
         for member, how in self._ranks.lost():
             self._lost(member, how)
-        while (found := self._replicas.take()) is not None:
-            self._hear(*found)
+        while (received := self._replicas.take()) is not None:
+            self._hear(*received)
         if self._controller is None:
             return
         self._clients.take()
@@ -436,12 +431,13 @@ class Supervisor:
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
             self._replicas.post(member, End())
             return
-        if hello.rank is not None and not self._ranks.joined(hello.rank, member, hello.cost):
+        if not self._ranks.joined(hello.rank, member):
             self._say(f"replica {member} is ended: no process of rank {hello.rank} runs that could have joined")
             self._replicas.post(member, End())
             return
         if self._controller is None:
-            self._controller = self._make(hello)
+            self._replicas.cost = self._replicas.cost or hello.cost
+            self._controller = controller_of(hello, self._tuning, self._note)
         self._failed = None
         self._say(f"replica {member} has joined, process {hello.process} on {hello.host}")
         if self._recording is not None:
@@ -490,7 +486,7 @@ class Supervisor:
     def _on(self, event: Event) -> None:
         assert self._controller is not None
         for action in decide(self._controller, event, self._note):
-            self._actions.perform(action, self._controller.cluster)
+            self._actions.perform(action)
 
     @property
     def _why(self) -> str:
@@ -529,59 +525,30 @@ class Fleet:
     timeline: str | None = None
 
 
-class FleetSupervisor:
-    """The supervisor of a fleet, with what it writes down. Call `close` at the end. `cost`: of chunks, None until a
-    replica has joined."""
+class FleetSupervisor(Supervisor):
+    """The supervisor of a fleet, with what it writes down. Call `end` at the end."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        replicas: ReplicaChannel,
-        processes: Processes,
-        wakeup: Wakeup,
-        notify_client: Callable[[Request, str | None], object],
-        say: Callable[[str], object],
-    ) -> None:
-        """The arguments are those of Supervisor. ManageError, ConfigError where a file cannot be written."""
+    def __init__(self, fleet: Fleet, ports: SupervisorPorts) -> None:
+        """ManageError, ConfigError where a file cannot be written."""
         if fleet.timeline is not None:
             check(fleet.timeline)
-        self.cost = fleet.cost
         self._timeline = fleet.timeline
-        self._say = say
-        self._tuning = tuning = fleet.options.tuning
-        self._recording = None if fleet.timeline is None else Recording(time.monotonic)
-        self._log = None if fleet.log is None else DecisionFile(fleet.log, say, tuning.log_bytes)
-        self.supervisor = Supervisor(
-            self._controller,
-            replicas,
-            processes,
-            wakeup,
-            time.monotonic,
-            notify_client,
-            say,
-            fleet.replicas,
-            fleet.cost,
-            tuning,
-            self._note,
-            self._recording,
-        )
+        tuning = fleet.options.tuning
+        self._log = None if fleet.log is None else DecisionFile(fleet.log, ports.say, tuning.log_bytes)
+        recording = None if fleet.timeline is None else Recording(ports.clock)
+        note = self._log or (lambda entry: None)
+        super().__init__(ports, fleet.replicas, fleet.cost, tuning, note, recording)
 
-    def close(self, end_processes: Callable[[], object]) -> None:
+    def end(self, end_processes: Callable[[], object]) -> None:
         """Ends all requests, the replicas and the supervisor. `end_processes`: waits for the processes. Idempotent."""
-        self.supervisor.close()
+        self.close()
         end_processes()
         path, self._timeline = self._timeline, None
         if path is not None and self._recording is not None:
-            self.supervisor.collect()
+            while (received := self._replicas.take()) is not None:
+                if isinstance(received[1], Seen):
+                    self._recording.seen(received[0], received[1])
             write(self._recording.recording(), path)
             self._say(f"the timeline is in {path}")
         if self._log is not None:
             self._log.close()
-
-    def _controller(self, hello: Hello) -> Controller:
-        self.cost = hello.cost
-        return controller_of(hello, self._tuning, self._note)
-
-    def _note(self, entry: Entry) -> None:
-        if self._log is not None:
-            self._log(entry)

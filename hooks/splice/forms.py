@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -24,33 +24,10 @@ from torch import nn
 from ...allocator.errors import SpliceError
 from ..cache_argument import CACHE_NAMES, given_cache
 from ..compat import Cache
-from .elsewhere import marks
 
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """The input of the next stage: the hidden states, [batch, tokens, width] as a rule, then the other tensors that
-    travel between layers, in the order of `Splice.travels`. `cache`: the stage's own, to pass to the next forward of
-    the same requests; None where there is none."""
-
-    tensors: tuple[torch.Tensor, ...]
-    cache: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """The model's result on the last stage. `cache`: as in Hidden."""
-
-    output: Any
-    cache: Any = None
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[batch, tokens, vocabulary]."""
-        found: torch.Tensor = self.output["logits"] if isinstance(self.output, dict) else self.output[0]
-        return found
-
-
+# What passes between two layers: the hidden states, [batch, tokens, width] as a rule, then the other tensors that
+# travel, in the order of `LayerForm.travels`
+States = tuple[torch.Tensor, ...]
 TreePath = tuple[str | int, ...]  # through mappings by key and sequences by index
 
 
@@ -72,8 +49,8 @@ def leaves(
             if isinstance(key, str | int) and key not in without:
                 yield from leaves(value[key], without, (*path, key))
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from leaves(each, without, (*path, index))
+        for index, item in enumerate(value):
+            yield from leaves(item, without, (*path, index))
 
 
 def copied_leaves(call: Call, without: frozenset[str]) -> dict[TreePath, torch.Tensor]:
@@ -153,12 +130,10 @@ Answer = FromCall | Fixed | Several
 @dataclass(frozen=True, slots=True)
 class LayerForm:
     """The form of one decoder layer. `travels`: paths in its call of the tensors that come from earlier layers, the
-    hidden states first. `answer`: its result when it passes its input through. `caches`: the layers of a cache that it
-    uses."""
+    hidden states first. `answer`: its result when it passes its input through."""
 
     travels: tuple[TreePath, ...]
     answer: Answer
-    caches: tuple[int, ...]
 
 
 def answer_of(output: object, call: Call, states: TreePath) -> Answer:
@@ -172,7 +147,7 @@ def answer_of(output: object, call: Call, states: TreePath) -> Answer:
         alike = isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (output.shape, output.dtype)
         return FromCall(states) if alike else Fixed(None)
     if isinstance(output, list | tuple):
-        return Several(tuple(answer_of(each, call, states) for each in output), isinstance(output, list))
+        return Several(tuple(answer_of(part, call, states) for part in output), isinstance(output, list))
     return Fixed(output if isinstance(output, bool | int | float | str) else None)
 
 
@@ -182,7 +157,7 @@ def pass_through(answer: Answer, call: Call) -> Any:
         return get(call._asdict(), answer.path)
     if isinstance(answer, Fixed):
         return answer.value
-    parts = [pass_through(each, call) for each in answer.parts]
+    parts = [pass_through(part, call) for part in answer.parts]
     return parts if answer.as_list else tuple(parts)
 
 
@@ -192,25 +167,24 @@ def _objects(value: object, path: TreePath = ()) -> Iterator[tuple[TreePath, obj
         for key in value:
             yield from _objects(value[key], (*path, key))
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _objects(each, (*path, index))
+        for index, item in enumerate(value):
+            yield from _objects(item, (*path, index))
 
 
 @dataclass(slots=True)
 class Run:
-    """One forward of a stage: the input from the stage before, and its cache once it is known."""
+    """One forward of a stage. `given`: what the stage before has sent; None on the first one."""
 
-    given: Hidden | None
-    cache: Any
+    given: States | None
 
 
 class Leaving(Exception):  # no error, but torch runs the hooks of modules that an Exception leaves
     """Ends a forward after the last layer of the span."""
 
-    def __init__(self, run: Run, hidden: Hidden) -> None:
+    def __init__(self, run: Run, states: States) -> None:
         super().__init__()
         self.run = run
-        self.hidden = hidden
+        self.states = states
 
 
 class Now(threading.local):
@@ -218,39 +192,20 @@ class Now(threading.local):
 
     run: Run | None = None
 
-    def running(self, run: Run) -> AbstractContextManager[Run]:
+    @contextmanager
+    def running(self, run: Run) -> Iterator[Run]:
         """A `with` block in which this thread runs `run`."""
-        return _Within(self, run)
-
-
-class _Within:
-    """The `with` block of `Now.running`."""
-
-    def __init__(self, now: Now, run: Run) -> None:
-        self._now = now
-        self._run = run
-
-    def __enter__(self) -> Run:
-        self._before = self._now.run
-        self._now.run = self._run
-        return self._run
-
-    def __exit__(self, *_: object) -> None:
-        self._now.run = self._before
+        before, self.run = self.run, run
+        try:
+            yield run
+        finally:
+            self.run = before
 
 
 def cache_of(call: Call) -> Any:
     """The cache among the arguments of a layer; None where there is none."""
-    found = (each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
-    return next(found, given_cache(call.kwargs))
-
-
-def tokens_of(inputs: Mapping[str, Any]) -> int:
-    """Returns the number of tokens of each sequence that a forward is given."""
-    for name in ("input_ids", "inputs_embeds"):
-        if (given := inputs.get(name)) is not None:
-            return int(given.shape[1])
-    return 0
+    caches = (argument for argument in (*call.args, *call.kwargs.values()) if isinstance(argument, Cache))
+    return next(caches, given_cache(call.kwargs))
 
 
 _CACHES: Final = frozenset(CACHE_NAMES)
@@ -263,23 +218,22 @@ class SeenLayer:
         self.tensors = tensors
         self.states = states  # the path of the hidden states
         self.answer: Answer = Fixed(None)
-        self.caches: tuple[int, ...] = ()  # the layers of the cache that it has written to
 
 
-def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> tuple[list[SeenLayer], Logits]:
-    """Runs the model as it is. Returns the call of each layer, and the model's result. SpliceError where its forward
-    does not call its layers one after the other, each once."""
+def record(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]
+) -> tuple[list[SeenLayer], Any, Any]:
+    """Runs the model as it is. Returns the call of each layer, the model's result, and the cache that its layers were
+    given. SpliceError where its forward does not call its layers one after the other, each once."""
     order: list[int] = []
     seen: list[SeenLayer] = []
-    written: list[tuple[object, ...]] = []
     caches: list[Any] = []
 
     def before(index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         call = Call(args, kwargs)
         tensors = copied_leaves(call, _CACHES)
-        order.append(index)
         caches.append(cache_of(call))
-        written.append(marks(caches[-1]))
+        order.append(index)
         seen.append(SeenLayer(tensors, _states(tensors, index)))
 
     def after(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -292,9 +246,7 @@ def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, A
         output = model(**inputs)
     if order != [*range(len(layers))]:
         raise SpliceError(f"it calls its layers in the order {order}, and not one after the other, each once")
-    for each, one, other in zip(seen, written, [*written[1:], marks(caches[-1])], strict=True):
-        each.caches = _changed(one, other)
-    return seen, Logits(output, caches[-1])
+    return seen, output, caches[-1]
 
 
 def forms_of(
@@ -303,10 +255,10 @@ def forms_of(
     """Runs the model with all layers passing their input through, and compares with the calls that were `seen`."""
     through = _passed(model, layers, inputs, seen)
     forms = []
-    for index, each in enumerate(seen):
-        more = (path for path, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(path)))
-        travels = (each.states, *(path for path in more if path != each.states)) if index else ()
-        forms.append(LayerForm(travels, each.answer, each.caches))
+    for index, layer in enumerate(seen):
+        more = (path for path, tensor in layer.tensors.items() if not same_bits(tensor, through[index].get(path)))
+        travels = (layer.states, *(path for path in more if path != layer.states)) if index else ()
+        forms.append(LayerForm(travels, layer.answer))
     return tuple(forms)
 
 
@@ -314,17 +266,17 @@ def _passed(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], seen: Sequence[SeenLayer]
 ) -> dict[int, dict[TreePath, torch.Tensor]]:
     """Returns the tensors of each layer's call when all layers pass their input through."""
-    found: dict[int, dict[TreePath, torch.Tensor]] = {}
+    calls: dict[int, dict[TreePath, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
-        found[index] = copied_leaves(Call(args, kwargs), _CACHES)
+        calls[index] = copied_leaves(Call(args, kwargs), _CACHES)
         return pass_through(seen[index].answer, Call(args, kwargs))
 
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
             undo.callback(_put_forward(layer, partial(passing, index)))
         model(**inputs)
-    return found
+    return calls
 
 
 def _put_forward(layer: nn.Module, forward: Any) -> Any:
@@ -335,7 +287,7 @@ def _put_forward(layer: nn.Module, forward: Any) -> Any:
 
     def undo() -> None:
         del own["forward"]
-        own.update(("forward", each) for each in before)
+        own.update(("forward", forward_before) for forward_before in before)
 
     return undo
 
@@ -346,9 +298,3 @@ def _states(tensors: Mapping[TreePath, torch.Tensor], layer: int) -> TreePath:
         if path in tensors:
             return path
     raise SpliceError(f"its layer {layer} is given no hidden states")
-
-
-def _changed(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[int, ...]:
-    empty = (0, False)
-    padded = (*before, *[empty] * (len(after) - len(before)))
-    return tuple(index for index, (one, other) in enumerate(zip(padded, after, strict=True)) if one != other)

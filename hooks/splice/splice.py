@@ -11,25 +11,22 @@ Note [Running layers a to b]
 
 Note [What is proven]
     A tiny prompt of two rows, one of them padded, and a decode step after it, with another request in between, are
-    computed by the whole model, and by as many stages as it has layers, each with its own cache. Only the tensors that
-    travel cross the boundaries. The logits must be bit-identical: kernels and inputs are the same, so a difference
-    means that a tensor did not travel, or a length was wrong. It takes about as long as three tiny forwards. The result
-    is kept for each class of models and configuration, as it does not depend on the weights' values.
+    computed by the whole model, and by as many stages as it has layers. Only the tensors that travel cross the
+    boundaries. The logits must be bit-identical: kernels and inputs are the same, so a difference means that a tensor
+    did not travel. It takes about as long as three tiny forwards. The result is kept for each class of models and
+    configuration, as it does not depend on the weights' values.
+
+    Replicas keep KV in a cache of their own layers (replicas/replica_model.py), which no model asks for lengths. A
+    model asks an ordinary one, as a rule that of its first layer. So in the decode step of the proof each stage gets a
+    copy of the whole model's cache, as it was after the prompt.
 
     In transformers 5.23 it refuses recurrent_gemma, which keeps its recurrent state in its modules, where only one
     request's state fits; and rwkv, whose own decode step mixes the rows of a batch.
-
-    Seven others pass for which hidden states and input lengths alone would not be enough. gemma3n and gemma4: the
-    tensors that their layers share travel (forms.py). cpmant: 32 tokens of its own come before a prompt, so that
-    lengths follow the growth of the running layers (elsewhere.py), and each of its forwards reads all tokens.
-    longcat_flash: each decoder layer uses two layers of a cache, which is noticed (`elsewhere.marks`). minimax: only
-    its forward makes its kind of cache, which grows by a layer at a time; so a stage returns the cache that its model
-    made. mamba, falcon_mamba: stand-ins of layers with a state report that there is one; their own forward cannot take
-    several tokens behind others together with a mask of all.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import threading
@@ -45,28 +42,22 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import DriverError, PoolExhausted, SpliceError
 from ...offload.policy.replicas.groups import Span
-from ..cache_argument import given_cache
 from ..compat import cache_name, plain_attention, reads_all_tokens, settings_of
 from ..forward.hook_base import LocalLayers, local_layers_of, remove_all
 from ..weights.model_parts import decoder_layers
-from .elsewhere import Lengths
 from .forms import (
     Call,
-    Hidden,
     LayerForm,
     Leaving,
-    Logits,
     Now,
     Run,
-    TreePath,
-    cache_of,
+    States,
     forms_of,
     get,
     pass_through,
     put,
     record,
     same_bits,
-    tokens_of,
 )
 
 _PROMPT: Final = ((3, 4, 5, 6, 7), (0, 0, 3, 8, 9))  # tokens that every vocabulary has; 0 is a pad
@@ -84,7 +75,7 @@ _known: dict[tuple[type, int, str], tuple[LayerForm, ...] | str] = {}  # forms, 
 class Splice:
     """Runs a span of the decoder layers of a model; a context manager that undoes everything at its end.
 
-    Forwards of the model that are not run by a SpliceStage raise SpliceError while the span is not the whole model.
+    Forwards of the model that are not run by this object raise SpliceError while the span is not the whole model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,7 +93,6 @@ class Splice:
         self._forms: tuple[LayerForm, ...] | None = None
         self._handles: list[RemovableHandle] = []
         self._passing: list[tuple[nn.Module, object]] = []  # (layer, what its forward was before)
-        self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
         self._now = Now()
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
@@ -129,14 +119,15 @@ class Splice:
                 f"{type(self.model).__name__} has the layers [0, {len(self.layers)}), of which "
                 f"[{span.begin}, {span.end}) is no part that can run"
             )
-        if span != self.whole and self._forms is None:
-            self._forms = proven(self)
+        if span != self.whole:
+            self.prove()
         self.install(span, self._forms or ())
 
-    def travels(self, layer: int) -> tuple[TreePath, ...]:
-        """Returns the paths, in this layer's call, of the tensors that are sent to it, in the order of
-        `Hidden.tensors`. Known once a span is set."""
-        return () if self._forms is None else self._forms[layer].travels
+    def prove(self) -> None:
+        """Runs the proof, unless it has run for such a model, or there is one layer only. SpliceError where it
+        fails."""
+        if self._forms is None and len(self.layers) > 1:
+            self._forms = proven(self)
 
     def install(self, span: Span, forms: tuple[LayerForm, ...]) -> None:
         """Has the layers of `span` run, and no others, with these forms. SpliceError where a forward runs."""
@@ -148,8 +139,6 @@ class Splice:
             if span == self.whole:
                 return
             self._local_layers.span = span
-            used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
-            self._used = used[0], used[1] - used[0]
             for layer, form in zip(self.layers[: span.begin], forms, strict=False):
                 self._passing.append((layer, layer.__dict__.get("forward", _NONE)))
                 layer.__dict__["forward"] = partial(self._pass, form)
@@ -185,8 +174,21 @@ class Splice:
             "it is copied or pickled"
         )
 
-    def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        """Runs the span for `SpliceStage.run`."""
+    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
+        """Runs these layers, see replica_model.RunsLayers. SpliceError, and what the model raises."""
+        span = Span(layers.start, layers.stop)
+        if self.span != span:
+            self.span = span
+        return self.run(inputs, given)
+
+    def run(self, inputs: Mapping[str, Any], given: States | None = None) -> States:
+        """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
+        stages except the cache; `given`: the result of the stage before. Returns what the next stage is given, or on
+        the last one the logits, [batch, tokens, vocabulary].
+
+        Raises the model's errors, and SpliceError; tokens that have been written to the cache by then stay there, as
+        in a forward of the whole model, and the stage can be run again with another cache.
+        """
         if self._closed:
             raise SpliceError("this Splice is closed: make another one of the model")
         if (given is None) != (self._span.begin == 0):
@@ -206,22 +208,14 @@ class Splice:
                 self._running -= 1
 
     @torch.no_grad()
-    def _run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        cache = given_cache(inputs)
-        lengths = None if self._span == self.whole else Lengths(cache, *self._used)
-        found: Hidden | Logits
-        with self._now.running(Run(given, cache)) as run:
+    def _run(self, inputs: Mapping[str, Any], given: States | None) -> States:
+        with self._now.running(Run(given)) as run:
             try:
-                output = self.model(**inputs)
-                made = output.get(self.cache_name) if isinstance(output, dict) else None
-                found = Logits(output, run.cache if made is None else made)
+                return (_logits(self.model(**inputs)),)
             except Leaving as leaving:
                 if leaving.run is not run:
                     raise
-                found = leaving.hidden
-        if lengths is not None:
-            lengths.settle(found.cache if cache is None else cache, tokens_of(inputs))
-        return found
+                return leaving.states
 
     def _pass(self, form: LayerForm, *args: Any, **kwargs: Any) -> Any:
         """Replaces the forward of a layer before the span."""
@@ -233,31 +227,29 @@ class Splice:
         run = self._check_run()
         given = run.given
         assert given is not None
-        run.cache = cache_of(Call(args, kwargs))
         call: Any = Call(args, kwargs)._asdict()
         own = get(call, form.travels[0])
-        if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
+        if len(given) != len(form.travels) or given[0].shape != own.shape:
             raise SpliceError(
-                f"layer {self._span.begin} is given {len(given.tensors)} tensors, the first of the shape "
-                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of "
+                f"layer {self._span.begin} is given {len(given)} tensors, the first of the shape "
+                f"{tuple(given[0].shape)}, where it takes {len(form.travels)}, the first of "
                 f"{tuple(own.shape)}: all stages of a forward are called with the same tokens"
             )
-        for path, tensor in zip(form.travels, given.tensors, strict=True):
+        for path, tensor in zip(form.travels, given, strict=True):
             call = put(call, path, tensor)
         return call["args"], call["kwargs"]
 
     def _leave(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """The hook before the first layer behind the span."""
         run, call = self._check_run(), Call(args, kwargs)._asdict()
-        tensors = tuple(get(call, path) for path in form.travels)
-        raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs))))
+        raise Leaving(run, tuple(get(call, path) for path in form.travels))
 
     def _check_run(self) -> Run:
         run = self._now.run
         if run is None:
             raise SpliceError(
                 f"only layers [{self._span.begin}, {self._span.end}) of this {type(self.model).__name__} run here, so "
-                "that its forward has no result: run a SpliceStage, or close() the Splice first"
+                "that its forward has no result: run the Splice, or close() it first"
             )
         return run
 
@@ -272,29 +264,7 @@ class Splice:
         remove_all(self._handles)
 
 
-class SpliceStage:
-    """A place in the pipeline of a group: the span of a Splice, as a part of a forward."""
-
-    def __init__(self, splice: Splice) -> None:
-        self.splice = splice
-
-    def run(self, inputs: Mapping[str, Any], given: Hidden | None = None) -> Hidden | Logits:
-        """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
-        stages except the cache, which is the stage's own (where none is given, the model makes it: `Hidden.cache`,
-        `Logits.cache`). `given`: the result of the stage before.
-
-        Raises the model's errors, and SpliceError; tokens that have been written to the cache by then stay there, as
-        in a forward of the whole model, and the stage can be run again with another cache.
-        """
-        return self.splice.run(inputs, given)
-
-
 _NONE: Final = object()
-
-
-def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
-    """Returns the forms of the span, and the others."""
-    return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
 
 
 def proven(splice: Splice) -> tuple[LayerForm, ...]:
@@ -313,20 +283,21 @@ def proven(splice: Splice) -> tuple[LayerForm, ...]:
                 _known[key] = str(error)
             finally:
                 splice.install(splice.whole, ())
-    found = _known[key]
-    if isinstance(found, str):
-        raise SpliceError(_REFUSED.format(name=type(model).__name__, reason=found))
-    return found
+    proof = _known[key]
+    if isinstance(proof, str):
+        raise SpliceError(_REFUSED.format(name=type(model).__name__, reason=proof))
+    return proof
 
 
 @torch.no_grad()
 def _prove(splice: Splice) -> tuple[LayerForm, ...]:
-    model, name, stages = splice.model, splice.cache_name, len(splice.layers)
+    model, name = splice.model, splice.cache_name
     prompt = _prompt(model, _PROMPT)
     try:
-        seen, first = record(model, splice.layers, prompt)
-        step = _step(model, prompt, first.cache)
-        second = Logits(model(**step, **{name: first.cache}))
+        seen, first, cache = record(model, splice.layers, prompt)
+        step = _step(model, prompt, cache)
+        caches = [copy.deepcopy(cache) for _ in splice.layers]  # see Note [What is proven]
+        second = model(**step, **{name: cache})
         forms = forms_of(model, splice.layers, prompt, seen)
     except _NO_MEMORY:
         raise
@@ -335,43 +306,46 @@ def _prove(splice: Splice) -> tuple[LayerForm, ...]:
             f"its own forward cannot run two rows, one of them padded, and decode ({type(error).__name__}: {error})"
         )
         raise error if isinstance(error, SpliceError) else SpliceError(reason) from error
-    caches: list[Any] = [None] * stages
-    for what, inputs, whole in (("a prompt", prompt, first.logits), ("a decode step", step, second.logits)):
+    steps = [{**step, name: cache} for cache in caches]
+    for what, inputs, output in (("a prompt", [prompt] * len(steps), first), ("a decode step", steps, second)):
+        whole = _logits(output)
         if whole.shape[0] != len(_PROMPT) or (what == "a decode step" and whole.shape[1] != 1):
             raise SpliceError(f"its own logits of {what} of {len(_PROMPT)} rows have the shape {tuple(whole.shape)}")
-        found = _in_parts(splice, forms, inputs, caches, what)
-        if not same_bits(found, whole):
-            raise SpliceError(_difference(found, whole, what))
-        _in_parts(splice, forms, _prompt(model, _OTHER), [None] * stages, "another request")
+        parts = _in_parts(splice, forms, inputs, what)
+        if not same_bits(parts, whole):
+            raise SpliceError(_difference(parts, whole, what))
+        _in_parts(splice, forms, [_prompt(model, _OTHER)] * len(steps), "another request")
     return forms
 
 
 def _in_parts(
-    splice: Splice, forms: tuple[LayerForm, ...], inputs: Mapping[str, Any], caches: list[Any], what: str
+    splice: Splice, forms: tuple[LayerForm, ...], inputs: Sequence[Mapping[str, Any]], what: str
 ) -> torch.Tensor:
-    """Returns the logits of stages of one layer each; replaces their `caches`."""
-    given: Hidden | None = None
-    for layer in range(len(caches)):
+    """Returns the logits of stages of one layer each, with these inputs."""
+    given: States | None = None
+    for layer, stage in enumerate(inputs):
         splice.install(Span(layer, layer + 1), forms)
-        more = {} if caches[layer] is None else {splice.cache_name: caches[layer]}
         try:
-            found = SpliceStage(splice).run({**inputs, **more}, given)
+            given = splice.run(stage, given)
         except _NO_MEMORY:
             raise
         except Exception as error:  # any error: the model's forward lacks tensors that did not travel
             reason = f"layer {layer} alone fails in {what} ({type(error).__name__}: {error})"
             raise SpliceError(reason) from error
-        caches[layer] = found.cache
-        if isinstance(found, Logits):
-            return found.logits
-        given = found
-    raise AssertionError("the last stage returns logits")
+    assert given is not None
+    return given[0]
 
 
-def _difference(found: torch.Tensor, whole: torch.Tensor, what: str) -> str:
-    if found.shape != whole.shape:
-        return f"the logits of {what} have the shape {tuple(found.shape)} in parts, and {tuple(whole.shape)} in one"
-    difference = (found.float() - whole.float()).abs().nan_to_num(nan=float("inf")).max().item()
+def _logits(output: Any) -> torch.Tensor:
+    """Returns the logits among what a model returns, [batch, tokens, vocabulary]."""
+    logits: torch.Tensor = output["logits"] if isinstance(output, dict) else output[0]
+    return logits
+
+
+def _difference(parts: torch.Tensor, whole: torch.Tensor, what: str) -> str:
+    if parts.shape != whole.shape:
+        return f"the logits of {what} have the shape {tuple(parts.shape)} in parts, and {tuple(whole.shape)} in one"
+    difference = (parts.float() - whole.float()).abs().nan_to_num(nan=float("inf")).max().item()
     return (
         f"the logits of {what} differ in parts by up to {difference:.3g}, as something that its layers need is neither "
         "in their calls nor in the cache that they are given (in modules, for one, where each request overwrites it)"
@@ -389,5 +363,5 @@ def _step(model: Any, prompt: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Returns the inputs of a decode step after the prompt: a token, or all for a model that reads them anew."""
     before = prompt["input_ids"]
     ids = torch.cat([before, torch.tensor(_NEXT, device=before.device)], dim=1)
-    found = {"input_ids": ids if reads_all_tokens(model, ids, cache) else ids[:, -1:], "use_cache": True}
-    return found | ({"attention_mask": (ids != 0).long()} if "attention_mask" in prompt else {})
+    inputs = {"input_ids": ids if reads_all_tokens(model, ids, cache) else ids[:, -1:], "use_cache": True}
+    return inputs | ({"attention_mask": (ids != 0).long()} if "attention_mask" in prompt else {})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,16 +17,16 @@ from typing import Any
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.protocol import Note, Reason
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..replicas.channel import MemberAdmission, ToSupervisor
+from ..replicas.channel import Members, ToSupervisor
 from ..replicas.errors import SupervisorLost
 from ..replicas.layer_moves import ReplicaSetup
 from ..replicas.link import LinkState
-from ..replicas.messages import Fingerprint, Hello, Join, Message, Welcome
+from ..replicas.messages import Fingerprint, Hello, Message
 from ..replicas.microbatch_plan import Request, split_by_cost
 from ..replicas.recording import Notes
 from ..replicas.replica import Replica
 from ..replicas.replica_model import HostTimeMarks, StageTimes
-from ..replicas.supervisor import Supervisor, controller_of
+from ..replicas.supervisor import Supervisor, SupervisorPorts
 from ..server.load import Answered, RecordedArrival
 from .faults import (
     ClientLeft,
@@ -45,7 +44,7 @@ from .faults import (
 )
 from .fleet import VirtualFleet
 from .group_queue import Job
-from .memory_policies import Peers
+from .memory_policies import Peers, PeerSetup
 from .virtual_link import Sender, VirtualLink
 from .virtual_stage import VirtualLayers, VirtualMachine, VirtualReplicaModel, VirtualStage
 from .virtual_time import VirtualTime, VirtualWakeup
@@ -120,7 +119,7 @@ class ToVirtualSupervisor(ToSupervisor):
         """Sends messages to the supervisor. SupervisorLost."""
         if self._lost or not self._process.sender.is_alive:
             raise SupervisorLost("the supervisor has ended")
-        self._fleet.hear(self._process, messages)
+        self._fleet.members.hear(self._process, messages)
 
     def close(self) -> None:
         """Does nothing."""
@@ -197,11 +196,21 @@ class VirtualProcess:
         return link
 
 
+class VirtualMembers(Members[VirtualProcess]):
+    """The replicas of a run. `is_over`: the supervisor has ended."""
+
+    is_over = False
+
+    def send(self, sender: VirtualProcess, message: Message) -> None:
+        """Sends a message to a replica. Nothing where its process, or the supervisor, has ended."""
+        if sender.how is None and not self.is_over:
+            sender.channel.arrive([message])
+
+
 class FleetRun:
     """One run of replicas that drop layers. `time`: in which all happens; `machines`: of replicas, by member;
-    `processes`: by rank; `supervisor`: of them; `clients`: of the run. Call `close` at the end.
-
-    Processes, for the supervisor (channel.Processes, channel.ReplicaChannel): it is both."""
+    `processes`: by rank; `members`: those of them that have joined; `supervisor`: of them; `clients`: of the run. Call
+    `close` at the end. It is the supervisor's channel.Processes."""
 
     def __init__(
         self,
@@ -228,25 +237,14 @@ class FleetRun:
         self.clients = RecordedClients(self.time, arrivals, note)
         self.failed: str | None = None  # why the supervisor serves no more
         self._prompts: dict[int, tuple[int, ...]] = {}
-        self._admission = MemberAdmission("", 0)
-        self._received: deque[tuple[int, Message]] = deque()
         self._ended: list[tuple[int, str]] = []
         self._forming: dict[tuple[int, frozenset[int]], VirtualLink] = {}
-        self._wakeup = VirtualWakeup(self.time)
+        wakeup = VirtualWakeup(self.time)
+        self.members = VirtualMembers("", 0, wakeup)
         newcomers = sum(isinstance(fault, NewReplica) for fault in given)
-        self.supervisor = Supervisor(
-            lambda hello: controller_of(hello, decides, log),
-            self,
-            self,
-            self._wakeup,
-            self.time.now,
-            self._deliver,
-            lambda line: None,
-            fleet.replicas + newcomers,
-            cost,
-            replace(decides, starts=1),
-            log,
-        )
+        ports = SupervisorPorts(self.members, self, wakeup, self._deliver, lambda line: None, self.time.now)
+        once, ranks = replace(decides, starts=1), fleet.replicas + newcomers
+        self.supervisor = Supervisor(ports, ranks, cost, decides, log, replacing=once)
         self._task = self.time.start(self.supervisor.run)
         for fault in given:
             self.time.at(fault.at, lambda fault=fault: self._happens(fault))  # type: ignore[misc]
@@ -298,34 +296,9 @@ class FleetRun:
         else:
             self.clients.end(client, error)
 
-    # -- the channel, and the processes
+    # -- processes
 
-    def hear(self, process: VirtualProcess, messages: Sequence[Message]) -> None:
-        """Takes in messages of a replica."""
-        for message in messages:
-            if isinstance(message, Join):
-                answer = self._admission.answer(message.fingerprint)
-                process.member = answer.member if isinstance(answer, Welcome) else None
-                process.channel.arrive([answer])
-            elif process.member is not None:
-                self._received.append((process.member, message))
-        self._wakeup.notify()
-
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message, (member, message); None where none has come."""
-        return self._received.popleft() if self._received else None
-
-    def has(self) -> bool:
-        """Returns whether a message has come."""
-        return bool(self._received)
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to one replica. Nothing where its process has ended."""
-        for process in self.processes.values():
-            if process.member == member and process.how is None and self.failed != _FAILED:
-                process.channel.arrive([message])
-
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
+    def start(self, rank: int) -> None:
         """Starts the replica of a rank; those that a fault adds start later. OSError where it has ended."""
         if rank in self.processes:
             raise OSError("no process of a simulation is started again")
@@ -339,13 +312,10 @@ class FleetRun:
         self._ended += new
         return new
 
-    def end(self, rank: int) -> None:
+    def end(self, rank: int, for_good: bool = False) -> None:
         """Kills the process of a rank, if there is one."""
         if rank in self.processes:
             self.processes[rank].kill()
-
-    def abandon(self, rank: int) -> None:
-        """Does nothing."""
 
     # -- links
 
@@ -403,7 +373,8 @@ class FleetRun:
             case NewReplica():
                 self.processes[fault.member] = VirtualProcess(self, fault.member)
             case SupervisorFails():
-                self._shut(_FAILED)
+                self._shut("the supervisor has ended")
+                self.members.is_over = True
                 self._task.end()
                 for process in self.processes.values():
                     process.channel.lose()
@@ -431,9 +402,6 @@ class FleetRun:
                 self.clients.end(client, why)
 
 
-_FAILED = "the supervisor has ended"
-
-
 class PeerRun:
     """One run of replicas that drop no layers, see memory_policies.py. `moved`: bytes of KV."""
 
@@ -449,7 +417,7 @@ class PeerRun:
         self.bytes_moved = 0
         time = VirtualTime()
         self.clients = RecordedClients(time, arrivals, note)
-        self.peers = Peers(time, fleet, cost, policy, self._deliver, self._moved)
+        self.peers = Peers(PeerSetup(time, fleet, cost, policy, self._deliver, self._moved))
 
     def answers(self) -> list[Answered]:
         """Runs until all requests have ended, and returns their answers."""

@@ -12,6 +12,7 @@ Note [Peers]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ...offload.policy.replicas.pipeline import ChunkCost
@@ -136,20 +137,24 @@ class Swap(RecomputePolicy):
             queue.running[job] = None
 
 
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """What replicas run with that drop no layers. `on_token`: called with each request that has got a token; `moved`:
+    with bytes of KV that are copied, to or from the host or between replicas."""
+
+    time: VirtualTime
+    fleet: VirtualFleet
+    cost: ChunkCost
+    policy: str
+    on_token: Callable[[Job], object]
+    moved: Callable[[int], object]
+
+
 class LoneServer:
     """A replica that serves by itself. `queue`: its requests."""
 
-    def __init__(
-        self,
-        time: VirtualTime,
-        fleet: VirtualFleet,
-        cost: ChunkCost,
-        policy: str,
-        on_token: Callable[[Job], object],
-        moved: Callable[[int], object],
-    ) -> None:
-        """`on_token`: called with each request that has got a token; `moved`: with bytes that are copied to or from
-        the host."""
+    def __init__(self, setup: PeerSetup) -> None:
+        time, fleet, policy, moved = setup.time, setup.fleet, setup.policy, setup.moved
         hosts = {back: Wire(time, fleet.link) for back in (False, True)}
 
         def copy(job: Job, back: bool, then: Callable[[], object]) -> None:
@@ -167,8 +172,8 @@ class LoneServer:
         self.queue = GroupQueue(lambda: fleet.tokens, fleet.block, fleet.batch, memory)
         self.network = Wire(time, fleet.network)
         self._time = time
-        self._cost = cost
-        self._on_token = on_token
+        self._cost = setup.cost
+        self._on_token = setup.on_token
         self._is_busy = False
 
     def pump(self) -> None:
@@ -190,25 +195,16 @@ class Peers:
 
     POLICIES: Final = ("queue", "recompute", "swap", "migrate")
 
-    def __init__(
-        self,
-        time: VirtualTime,
-        fleet: VirtualFleet,
-        cost: ChunkCost,
-        policy: str,
-        on_token: Callable[[Job], object],
-        moved: Callable[[int], object],
-    ) -> None:
-        """The arguments are those of LoneServer."""
+    def __init__(self, setup: PeerSetup) -> None:
         self._dispatcher = Dispatcher()
-        self._on_token = on_token
+        self._on_token = setup.on_token
         self._servers: list[LoneServer] = []
         self._server_of: dict[Job, LoneServer] = {}
-        for member in range(fleet.replicas):
-            self._servers.append(LoneServer(time, fleet, cost, policy, self._got, moved))
-            self._dispatcher.add((member,), fleet.tokens)
-        if policy == "migrate":
-            self._migration = Migration(time, fleet, self._servers, self._move, moved)
+        for member in range(setup.fleet.replicas):
+            self._servers.append(LoneServer(replace(setup, on_token=self._got)))
+            self._dispatcher.add((member,), setup.fleet.tokens)
+        if setup.policy == "migrate":
+            self._migration = Migration(setup, self._servers, self._move)
 
     def submit(self, job: Job) -> str | None:
         """Takes a request that arrives. Returns why it is refused; None: it is taken."""
@@ -237,19 +233,14 @@ class Migration:
     """Once a period moves a request of each stuck replica to one with room. See Note [Peers]."""
 
     def __init__(
-        self,
-        time: VirtualTime,
-        fleet: VirtualFleet,
-        servers: Sequence[LoneServer],
-        on_move: Callable[[Job, LoneServer], object],
-        moved: Callable[[int], object],
+        self, setup: PeerSetup, servers: Sequence[LoneServer], on_move: Callable[[Job, LoneServer], object]
     ) -> None:
-        """`on_move`: called with each request and where it goes; `moved`: with the bytes that are sent."""
-        self._time = time
-        self._fleet = fleet
+        """`on_move`: called with each request and where it goes."""
+        self._time = setup.time
+        self._fleet = setup.fleet
         self._servers = servers
         self._on_move = on_move
-        self._moved = moved
+        self._moved = setup.moved
         self._sources: set[LoneServer] = set()  # of requests that are on their way
         self._look()
 

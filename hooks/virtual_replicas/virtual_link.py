@@ -8,14 +8,13 @@ Note [Two lanes]
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..replicas.channel import Wakeup
-from ..replicas.errors import Interrupted, LinkClosed, LinkError, NoAnswer
-from ..replicas.link import LinkState
+from ..replicas.errors import LinkClosed, LinkError
+from ..replicas.link import LinkEnd, LinkState
 from .virtual_time import VirtualTime
 
 
@@ -56,37 +55,28 @@ class Sender:
         self.damages = False
 
 
-class VirtualLink:
-    """One end of a link, as hooks/replicas/link.Link. `owner`: the replica at this end; `other`: the other end, None
-    until that replica forms the link, too."""
+class VirtualLink(LinkEnd):
+    """One end of a link, in place of hooks/replicas/link.Link. `owner`: the replica at this end; `other`: the other
+    end, None until that replica forms the link, too."""
 
     finished = True
 
     def __init__(self, epoch: int, peer: int, owner: Sender) -> None:
-        self.epoch = epoch
-        self.peer = peer
+        super().__init__(epoch, peer, owner.wakeup)
         self.owner = owner
         self.other: VirtualLink | None = None
-        self.state = LinkState.FORMING
-        self._error: LinkError | None = None
         self._early: list[tuple[Any, str, bool]] = []  # sent before the link was formed
-        self._inbox: defaultdict[str, deque[Any]] = defaultdict(deque)
-
-    @property
-    def error(self) -> LinkError | None:
-        """Why the link is closed or lost; None while it is neither."""
-        return self._error
 
     def open(self) -> None:
         """Notes that the link is formed."""
         if self.state is LinkState.FORMING:
-            self.state = LinkState.OPEN
+            self._state = LinkState.OPEN
             early, self._early = self._early, []
             for message in early:
                 self._send(*message)
             self.owner.wakeup.notify()
 
-    def send(self, tensor: Any, tag: str, urgent: bool = False, check: bool = False) -> None:
+    def send(self, tensor: Any, tag: str, urgent: bool = False) -> None:
         """Sends a tensor, or VirtualBytes, or what else has `nbytes`. LinkError."""
         if self._error is not None:
             raise self._new_error()
@@ -94,31 +84,6 @@ class VirtualLink:
             self._early.append((tensor, tag, urgent))
         else:
             self._send(tensor, tag, urgent)
-
-    def has(self, tag: str) -> bool:
-        """Returns whether `take` would return a tensor, or raise."""
-        return bool(self._inbox.get(tag)) or self._error is not None
-
-    def take(self, tag: str) -> Any:
-        """Removes and returns the next tensor of this tag; None if none has come. LinkError."""
-        if queue := self._inbox.get(tag):
-            return queue.popleft()
-        if self._error is not None:
-            raise self._new_error()
-        return None
-
-    def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> Any:
-        """Waits for the next tensor of this tag, and returns it; raises as `take`. Interrupted, NoAnswer: see Link."""
-
-        def look() -> Any:
-            if unless():
-                raise Interrupted(f"message {tag!r} of replica {self.peer}")
-            return self.take(tag)
-
-        found = self.owner.wakeup.wait(look, timeout)
-        if found is None:
-            raise NoAnswer(f"message {tag!r} of replica {self.peer}", timeout)
-        return found
 
     def begin_close(self) -> None:
         """Closes the link, and tells the other end. Idempotent."""
@@ -151,16 +116,4 @@ class VirtualLink:
         if tag == "kv" and self.owner.damages:
             self.owner.damages, tensor = False, VirtualBytes(tensor.nbytes, is_damaged=True)
         self._inbox[tag].append(tensor)
-        self.owner.wakeup.notify()
-
-    def _end(self, state: LinkState, error: LinkError) -> bool:
-        if self._error is not None:
-            return False
-        self.state, self._error = state, error
-        self.owner.wakeup.notify()
-        return True
-
-    def _new_error(self) -> LinkError:
-        error = self._error
-        assert error is not None
-        return type(error)(error.epoch, error.peer, error.reason)
+        self._wakeup.notify()

@@ -24,9 +24,9 @@ from ...offload.policy.replicas.groups import Group, Span
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.protocol import Reason
 from ..replicas.leader import Notify
-from ..replicas.microbatch_plan import Request, SplitPolicy, tensor_of
+from ..replicas.microbatch_plan import FollowerSize, Request, tensor_of
 from ..replicas.replica_model import Ran, StageTimes
-from ..replicas.stage import WatchedLink
+from ..replicas.stage import Stage
 from .fleet import VirtualFleet
 from .group_queue import Chunk, GroupQueue, Job
 from .memory_policies import Swap
@@ -127,21 +127,11 @@ class VirtualMachine:
         return self.sender.bulk.moved + self.to_host.moved + self.from_host.moved
 
 
-class NoPieces:
-    """In place of held_layers.Piecewise: nothing is copied."""
-
-    on_progress: Callable[[], object] | None = None
-
-    def end(self) -> None:
-        """Does nothing."""
-
-
 class VirtualLayers:
     """The layers of a replica, in place of held_layers.HeldLayers."""
 
     def __init__(self, machine: VirtualMachine, dropping: float) -> None:
         """`dropping`: seconds that a drop takes."""
-        self.pieces = NoPieces()
         self._machine = machine
         self._dropping = dropping
         self._is_known = False  # that the file has changed
@@ -151,11 +141,11 @@ class VirtualLayers:
         """The dropped layers, ascending."""
         return tuple(sorted(self._machine.dropped))
 
-    def offer(self, wanted: Callable[[int], object]) -> None:
-        """Does nothing: no ladder lacks pages."""
+    def begin(self, wanted: Callable[[int], object], on_progress: Callable[[], object]) -> None:
+        """Does nothing: no ladder lacks pages, and nothing is copied."""
 
-    def end_offer(self) -> None:
-        """Does nothing."""
+    def end(self) -> None:
+        """Does nothing: who has dropped layers, and is alone, restores them."""
 
     def prepare(self, layers: Iterable[int]) -> Iterator[object]:
         """Makes layers ready to be dropped, in no time. DropRefused, WeightsFileChanged, torch.OutOfMemoryError."""
@@ -203,9 +193,6 @@ class VirtualLayers:
     def keep_room(self) -> None:
         """Reserves pages for all layers."""
         self._machine.is_whole = True
-
-    def give_back(self) -> None:
-        """Does nothing: who has dropped layers, and is alone, restores them."""
 
     def release(self) -> None:
         """Does nothing: no governor decides about layers."""
@@ -310,7 +297,8 @@ class VirtualLeader:
     def _capacity(self) -> int:
         """Returns the tokens of KV for which there is memory, without those of requests that are still on their way."""
         used = self.queue.used if self._jobs else 0
-        return self._stage.capacity() - max(0, self._stage.cache.tokens - used)
+        stored: int = self._stage.cache.tokens
+        return self._stage.capacity() - max(0, stored - used)
 
     def _job(self, request: Request) -> Job:
         job = Job(request.name, int(request.name), len(request.prompt), request.new, len(request.delivered))
@@ -340,10 +328,10 @@ class VirtualLeader:
         return len(self._planned) + len(self._swap.copies)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a microbatch can be planned, as far as known."""
+    def idle(self) -> bool:
+        """Whether no microbatch can be planned, as far as known."""
         wanted = not self._is_stuck and self.plans and bool(self.queue.waiting or self.queue.running or self._swap.away)
-        return wanted or bool(self._planned or (self._gone and self._stage.group.size > 1))
+        return not (wanted or self._planned or (self._gone and self._stage.group.size > 1))
 
     def launch(self) -> bool:
         """Begins a microbatch, if a place is free and there is anything to compute. Returns whether it did."""
@@ -364,9 +352,11 @@ class VirtualLeader:
             return True
         return False
 
-    def collect(self) -> None:
-        """Takes in the answer to the oldest microbatch."""
+    def collect(self) -> bool:
+        """Takes in the answer to the oldest microbatch, and returns True."""
+        self._stage.take_answer()
         self._finish(self._flying.popleft())
+        return True
 
     def _plan(self, places: int) -> None:
         chunks = self.queue.plan()
@@ -434,54 +424,46 @@ class VirtualLeader:
                 cache.to_host(job.name)
 
 
-class VirtualStage:
-    """A stage, in place of stage.Stage. `leader`: None on followers, and on the first stage until all others are ready.
-    See Note [What is simulated]."""
+class VirtualFollower:
+    """A stage after the first, in place of follower.Follower."""
 
-    def __init__(
-        self,
-        model: VirtualReplicaModel,
-        group: Group,
-        me: int,
-        epoch: int,
-        links: Mapping[int, WatchedLink],
-        notify: Notify,
-        split: SplitPolicy,
-    ) -> None:
-        """The arguments are those of Stage."""
-        self.model = model
-        self.machine = model.machine
-        self.group = group
-        self.epoch = epoch
-        self.split = split
-        self.leader: VirtualLeader | None = None
-        self.cache = VirtualCache(self.machine, group.span(me).layers)
-        self._notify = notify
-        self._links = links
-        number = group.members.index(me)
-        self._before = links.get(group.members[number - 1])
-        self._after = links.get(group.members[(number + 1) % group.size])
-        self._is_last = number == group.size - 1
-        self._ready = {me}
-        self.machine.stages.add(self)
-        self._leads = not number
-        if number:
-            links[group.members[0]].send(tensor_of(()), "ready", True)
-        elif group.size == 1:
-            self.leader = VirtualLeader(self, notify)
-
-    @property
-    def follower(self) -> VirtualStage | None:
-        """The stage itself, unless it is the first one."""
-        return None if self._leads else self
+    def __init__(self, stage: VirtualStage) -> None:
+        self._stage_of = ref(stage)  # no cycle, see VirtualLeader
 
     def adopt(self, state: object) -> None:
         """Takes a request whose KV is already in the cache."""
 
-    @property
-    def drained(self) -> bool:
-        """Whether this leader has nothing planned, nor in flight."""
-        return self.leader is None or not (self.leader.in_flight or self.leader.queued)
+    def run(self) -> None:
+        """Computes the next microbatch of the stage before."""
+        stage = self._stage_of()
+        assert stage is not None
+        stage.compute_next()
+
+
+class VirtualStage(Stage):
+    """A Stage that computes nothing. See Note [What is simulated]."""
+
+    cache: Any  # a VirtualCache
+
+    def __init__(self, model: Any, group: Group, me: int, *others: Any) -> None:
+        """The arguments are those of Stage; `model`: a VirtualReplicaModel."""
+        self.model: VirtualReplicaModel = model
+        self.machine = self.model.machine
+        self.machine.stages.add(self)
+        self._is_last = me == group.members[-1]
+        super().__init__(model, group, me, *others)
+
+    def _new_cache(self, replica: Any, layers: range) -> Any:
+        return VirtualCache(self.machine, layers)
+
+    def _new_follower(self, number: int) -> Any:
+        return VirtualFollower(self)
+
+    def _follower_size(self) -> FollowerSize:
+        return FollowerSize(0, 0, 0)  # the leader knows all machines
+
+    def _new_leader(self, followers: Sequence[FollowerSize]) -> Any:
+        return VirtualLeader(self, self._notify)
 
     def capacity(self) -> int:
         """Returns the tokens of KV for which all members of the group have memory."""
@@ -489,7 +471,7 @@ class VirtualStage:
         for member, span in zip(self.group.members, self.group.spans, strict=True):
             own = next(iter(self.caches_of(member)), None)
             tokens.append(self.model.machines[member].free(own) * self.group.layers // (token * len(span)))
-        return max(0, min(tokens))
+        return int(max(0, min(tokens)))
 
     def caches_of(self, member: int) -> list[VirtualCache]:
         """Returns the cache of a member in this epoch; none before its stage has begun."""
@@ -498,35 +480,22 @@ class VirtualStage:
     def count_pages(self, layers: int) -> tuple[int, int, int]:
         """Returns pages: (of KV on the device, free, pending), see Stage; the first stage has the pending ones of
         all."""
-        fleet = self.machine.fleet
-        used = int(self.cache.tokens * self.cache.token_bytes) // fleet.page
-        waiting = () if self.leader is None else self.leader.waiting
+        fleet, cache = self.machine.fleet, self.cache
+        used = int(cache.tokens * cache.token_bytes) // fleet.page
+        waiting = () if self.leader is None else self.leader.requests.waiting
         pending = prompt_pages(waiting, KVSize(fleet.shape.kv, fleet.page))
         return used, max(0, self.machine.free()) // fleet.page, pending
 
-    def has_work(self) -> bool:
-        """Returns whether `step` can do something now."""
-        if not self._leads:
-            return self._before is not None and self._before.link.has("plan")
-        if self.leader is None:
-            return any(link.link.has("ready") for link in self._links.values())
-        return self._is_answered() or (self.leader.has_work and self.leader.in_flight < self.group.size)
+    def compute_next(self) -> None:
+        """Computes the next microbatch of the stage before."""
+        assert self._before is not None
+        batch: Any = self._before.link.take("plan")
+        self.compute(batch)
 
-    def step(self) -> bool:
-        """Computes one microbatch, or takes in an answer and begins another. Returns whether it did anything.
-        LinkError."""
-        if not self._leads:
-            return self._follow()
-        if self.leader is None:
-            return self._gather()
-        is_answered = self._is_answered()
-        if is_answered:
-            assert self._before is not None
+    def take_answer(self) -> None:
+        """Takes in the answer of the last stage, unless that is this one."""
+        if self._before is not None:
             self._before.link.take("answer")
-            self.leader.collect()
-        happened = self.leader.launch() or is_answered
-        self.model.times.set_open_stages(self.group.size if self.leader.in_flight else 0)
-        return happened
 
     def compute(self, batch: VirtualMicrobatch) -> None:
         """Computes this stage's layers of a microbatch, and passes it on."""
@@ -540,30 +509,7 @@ class VirtualStage:
             self.cache.give(request)
         for request, tokens in batch.ends:
             self.cache.put(request, tokens)
-        if self._is_last and not self._leads:
-            assert self._after is not None
+        if self._is_last and self._after is not None:
             self._after.send(tensor_of(()), "answer", True)
         elif self._after is not None:
             self._after.send(batch, "plan", True)  # type: ignore[arg-type]  # what has `nbytes`
-
-    def _is_answered(self) -> bool:
-        return self._before is not None and self._before.link.has("answer")
-
-    def _follow(self) -> bool:
-        if not self.has_work():
-            return False
-        assert self._before is not None
-        batch: Any = self._before.link.take("plan")
-        self.compute(batch)
-        return True
-
-    def _gather(self) -> bool:
-        """Takes in followers that are ready; becomes the leader once all are."""
-        came = False
-        for member in self.group.members:
-            if member not in self._ready and self._links[member].link.take("ready") is not None:
-                self._ready.add(member)
-                came = True
-        if len(self._ready) == self.group.size:
-            self.leader = VirtualLeader(self, self._notify)
-        return came

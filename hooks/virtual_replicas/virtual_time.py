@@ -181,7 +181,7 @@ class VirtualWakeup(Wakeup):
         self._turns = self._turns + 1 if self._turned == self.clock() else 0
         self._turned = self.clock()
         assert self._turns < 10**5, "a main loop turns without end, and no time passes"
-        while (found := look()) is None:
+        while (answer := look()) is None:
             if end is not None and self.clock() >= end:
                 return None
             self._waiting = task
@@ -189,4 +189,4 @@ class VirtualWakeup(Wakeup):
                 task.wait(end)
             finally:
                 self._waiting = None
-        return found
+        return answer

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from .hooks.plan.planner import plan
     from .hooks.programs.first_use import load_ipython_extension, unload_ipython_extension
     from .hooks.replicas.errors import (
-        ChecksumError,
         Interrupted,
         JoinRefused,
         LinkClosed,
@@ -91,7 +90,6 @@ _HOMES = {
     "ReplicaError": "hooks.replicas.errors",
     "LinkError": "hooks.replicas.errors",
     "LinkClosed": "hooks.replicas.errors",
-    "ChecksumError": "hooks.replicas.errors",
     "NoAnswer": "hooks.replicas.errors",
     "Interrupted": "hooks.replicas.errors",
     "SupervisorLost": "hooks.replicas.errors",
@@ -122,7 +120,6 @@ __all__ = [
     "BallonetError",
     "BudgetError",
     "BudgetInUse",
-    "ChecksumError",
     "CompanionUnavailable",
     "ConfigError",
     "ControlError",

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ pytest.importorskip("msgspec", reason="ballonet[replicas] is not installed")
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.pair import NcclConnect, Store, gpu_name, stream_of
+from ballonet.hooks.replicas.pair import LinkGpu, NcclConnect, Store, gpu_name, stream_of
 
 pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
 
@@ -37,9 +36,8 @@ def sent(device: torch.device) -> list[torch.Tensor]:
 
 
 def ended(store: Store, me: int, peer: int, device: torch.device) -> Link:
-    gpu = gpu_name(device)
-    more: dict[str, Any] = {"gpu": gpu, "device": device, "stream": stream_of(device), "bulk": SECONDS}
-    return Link(NcclConnect(store, 1, me, peer, SECONDS, **more), 1, peer, Wakeup(), device=device)
+    gpu = LinkGpu(gpu_name(device), device, stream_of(device), SECONDS)
+    return Link(NcclConnect(store, 1, me, peer, SECONDS, gpu), 1, peer, Wakeup(), device=device)
 
 
 def other(name: str, port: int) -> None:
@@ -50,7 +48,7 @@ def other(name: str, port: int) -> None:
     for _ in range(len(sent(device))):
         for _ in range(10):
             much = much @ much / 2048
-        link.send(link.recv("data", SECONDS), "data", check=True)
+        link.send(link.recv("data", SECONDS), "data")
     assert link.recv("end", SECONDS).item() == 1
     link.close()
 

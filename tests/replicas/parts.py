@@ -1,4 +1,6 @@
-"""Tiny decoders in parts: every part a copy of the model in which the layers of the others are not a number."""
+"""Tiny decoders in parts: every part a copy of the model in which the layers of the others are not a number. Tokens
+before those of a step lie in copies of the cache of the whole, as a model asks a cache of its own for the lengths of
+layers that do not run."""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ import torch
 from torch import nn
 
 from ballonet.allocator import install
-from ballonet.hooks.splice.forms import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, SpliceStage
+from ballonet.hooks.compat import cache_name
+from ballonet.hooks.splice.forms import States
+from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
@@ -83,26 +86,6 @@ def steps(chunk: int) -> list[Step]:
     return made
 
 
-class Pipeline:
-    """Stages that hand one forward after the other to each other, each with caches of its own."""
-
-    def __init__(self, splices: Sequence[Splice]) -> None:
-        self.stages = [SpliceStage(splice) for splice in splices]
-        self.caches: dict[tuple[str, int], Any] = {}
-
-    def run(self, step: Step) -> torch.Tensor:
-        """The logits of a step."""
-        given: Hidden | None = None
-        for number, stage in enumerate(self.stages):
-            cache = self.caches.get((step.request, number))
-            sent = stage.run(inputs_of(stage.splice.model, step, stage.splice.cache_name, cache), given)
-            self.caches[step.request, number] = sent.cache
-            if isinstance(sent, Logits):
-                return sent.logits
-            given = Hidden(tuple(tensor.clone() for tensor in sent.tensors))  # as another process has them
-        raise AssertionError("there was no last stage")
-
-
 def inputs_of(model: Any, step: Step, cache_name: str, cache: Any) -> Mapping[str, Any]:
     """Returns the arguments of a forward."""
     ids = step.ids if type(model).__name__.startswith("CpmAnt") else step.ids[:, -step.new :]
@@ -112,19 +95,50 @@ def inputs_of(model: Any, step: Step, cache_name: str, cache: Any) -> Mapping[st
     return inputs | ({} if cache is None else {cache_name: cache})
 
 
+class Whole:
+    """A model as it is, with a cache for each request. `before`: the cache as it was before the latest step."""
+
+    def __init__(self, model: Any) -> None:
+        self.before: Any = None
+        self._model = model
+        self._caches: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def run(self, step: Step) -> torch.Tensor:
+        """The logits of a step."""
+        name, cache = cache_name(self._model), self._caches.get(step.request)
+        self.before = copy.deepcopy(cache)
+        output = self._model(**inputs_of(self._model, step, name, cache))
+        self._caches[step.request] = output.get(name)
+        logits: torch.Tensor = output["logits"]
+        return logits
+
+
 def in_one(model: Any, all_steps: Sequence[Step]) -> list[torch.Tensor]:
     """The logits of these steps by the whole model."""
-    with Splice(model) as splice:
-        pipeline = Pipeline([splice])
-        return [pipeline.run(step) for step in all_steps]
+    whole = Whole(model)
+    return [whole.run(step) for step in all_steps]
+
+
+def through(splices: Sequence[Splice], step: Step, before: Any) -> torch.Tensor:
+    """The logits of a step by stages that hand one forward to each other. `before`: the cache of the tokens before."""
+    given: States | None = None
+    for splice in splices:
+        inputs = inputs_of(splice.model, step, splice.cache_name, copy.deepcopy(before))
+        given = tuple(tensor.clone() for tensor in splice.run(inputs, given))  # as another process has them
+    assert given is not None
+    return given[0]
 
 
 def in_parts(model: Any, spans: Sequence[Span], all_steps: Sequence[Step]) -> list[torch.Tensor]:
     """Computes by stages, each of which has only its own layers."""
-    with Splice(model) as whole:
-        whole.span = spans[0]  # proven with all layers
+    with Splice(model) as splice:
+        splice.prove()  # with all layers
     splices = [Splice(without_others(model, span)) for span in spans]
     for splice, span in zip(splices, spans, strict=True):
         splice.span = span
-    pipeline = Pipeline(splices)
-    return [pipeline.run(step) for step in all_steps]
+    whole, logits = Whole(model), []
+    for step in all_steps:
+        whole.run(step)
+        logits.append(through(splices, step, whole.before))
+    return logits

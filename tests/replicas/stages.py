@@ -14,12 +14,12 @@ import torch
 
 import ballonet
 from ballonet.hooks.replicas.follower import Follower
-from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Regrouping
 from ballonet.hooks.replicas.leader import Leader, Notify
 from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.messages import Message
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling, SplitPolicy, split_by_tokens
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SpanCache, SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SpanCache
 from ballonet.hooks.replicas.stage import Stage, WatchedLink
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
@@ -135,7 +135,7 @@ class InProcess:
         self.drain()
         leader = self.leader
         held = {name: leader.requests.held(name) for name in leader.requests.by_name}
-        handed = tuple(Handed(leader.requests.release(name), tokens, 0) for name, tokens in held.items())
+        handed = tuple(Handed(leader.requests.release(name), tokens) for name, tokens in held.items())
         return HandedOver(self.group.members[0], self.group, handed)
 
 
@@ -154,15 +154,12 @@ class Regroup:
         had = {n: stage.cache for group in old for n, stage in zip(group.group.members, group.stages, strict=True)}
         gets = {n: stage for group in new for n, stage in zip(group.group.members, group.stages, strict=True)}
         ends = all_linked({**had, **gets})
-        leaders, taken = frozenset(handed_over.leader for handed_over in told), self._taken
-
-        def took(handed: Handed) -> None:
-            taken.add(handed.request.name)
+        leaders = frozenset(handed_over.leader for handed_over in told)
+        self._leaders = [stage.leader for stage in gets.values() if stage.leader is not None]
 
         def damaged(member: int, name: str) -> None:
             """Computes a damaged request anew where it is, as the supervisor would."""
             lost.append((member, name))
-            taken.add(name)
             leader = gets[homes[name].members[0]].leader
             assert leader is not None
             leader.requests.add(
@@ -170,7 +167,7 @@ class Regroup:
             )
 
         self.parts = {
-            n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, took, damaged, most)
+            n: Handover(Regrouping(n, homes.__getitem__, ends[n], leaders), had.get(n), stage, damaged, most)
             for n, stage in gets.items()
         }
         for part in self.parts.values():
@@ -184,7 +181,9 @@ class Regroup:
 
     def step(self) -> bool:
         """Each replica sends a piece and takes in what has come. False once all is done."""
-        return sum(part.step() for part in self.parts.values()) > 0
+        happened = sum(part.step() for part in self.parts.values()) > 0
+        self._taken.update(name for leader in self._leaders for name in leader.requests.by_name)
+        return happened
 
     def run(self) -> None:
         while self.step():
@@ -258,7 +257,7 @@ class Replicas:
             self._stack.enter_context(ballonet.manage(model))
         splices = [self._stack.enter_context(Splice(model)) for model in self._models]
         return [
-            ReplicaModel(f"r{n}", model, SplicedLayers(splices[n]), GroupSettings.of(model, CHUNK, **self._batching))
+            ReplicaModel(f"r{n}", model, splices[n], GroupSettings.of(model, CHUNK, **self._batching))
             for n, model in enumerate(self._models)
         ]
 

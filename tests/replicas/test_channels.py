@@ -17,7 +17,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.replicas.channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
+from ballonet.hooks.replicas.channel import InOrder, ToSupervisor, Wakeup
 from ballonet.hooks.replicas.child_processes import PipeToSupervisor, ReplicaPipes
 from ballonet.hooks.replicas.errors import OtherModel, SupervisorLost
 from ballonet.hooks.replicas.messages import (
@@ -48,7 +48,7 @@ class Office:
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
-        self.replicas = ReplicaPipes(MemberAdmission("here", LINKS), self.wakeup)
+        self.replicas = ReplicaPipes("here", LINKS, self.wakeup)
         self._left: list[Any] = []
 
     def connect(self) -> PipeToSupervisor:
@@ -146,7 +146,7 @@ def test_messages_arrive_once_and_in_order_each_way(office: Office) -> None:
     for number in range(0, 50, 2):
         for member, end in members.items():
             end.post(told(number), told(number + 1))
-            office.replicas.post(member, Start(number, Request("a", (member,), 1), 1))
+            office.replicas.post(member, Start(number, Request("a", (member,), 1)))
     got: dict[int, list[Message]] = {member: [] for member in members}
     for _ in range(100):
         member, message = office.take()
@@ -154,7 +154,7 @@ def test_messages_arrive_once_and_in_order_each_way(office: Office) -> None:
     assert got == {member: [told(number) for number in range(50)] for member in members}
     for member, end in members.items():
         assert [taken(end) for _ in range(25)] == [
-            Start(number, Request("a", (member,), 1), 1) for number in range(0, 50, 2)
+            Start(number, Request("a", (member,), 1)) for number in range(0, 50, 2)
         ]
         assert end.take() is None
     office.replicas.post(7, End())  # nobody has this number
@@ -174,16 +174,16 @@ def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Offic
     pipe.send_bytes(encoded(Join(SERVED)))
     pipe.recv_bytes()
     for number in range(200):  # more than a pipe keeps
-        office.replicas.post(0, Start(number, Request("a", (1,) * 20_000, 1), 1))
+        office.replicas.post(0, Start(number, Request("a", (1,) * 20_000, 1)))
     assert office.joined()[0] == 1
     pipe.close()
 
 
 def test_replica_that_joins_again_has_another_number_and_no_message_to_the_old_one(office: Office) -> None:
     member, end = office.joined()
-    office.replicas.post(member, protocol.Rejoin(member))
+    office.replicas.post(member, protocol.Alone(0, member))
     office.replicas.post(member, protocol.Alone(1, member))
-    assert taken(end) == protocol.Rejoin(member)
+    assert taken(end) == protocol.Alone(0, member)
     again = end.join(SERVED).member
     assert again == member + 1
     office.replicas.post(member, End())

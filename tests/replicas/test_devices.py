@@ -15,8 +15,8 @@ from ballonet.allocator.devices import Runtime
 from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas import leader
-from ballonet.hooks.replicas.microbatch_plan import Answer
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.replicas.microbatch_plan import Passing
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 
 from ..models import build
@@ -69,7 +69,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     most = [0, 0]
     stock = leader.record_of
 
-    def heard(tensor: torch.Tensor, kind: type[Answer]) -> Answer:
+    def heard(tensor: torch.Tensor, kind: type[Passing]) -> Passing:
         answer = stock(tensor, kind)
         left_out.extend(answer.left_out)
         return answer
@@ -80,7 +80,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     holders = [managed(replica, ManageOptions(), on=on) for replica, on in zip(models, two, strict=True)]
     splices = [Splice(replica) for replica in models]
     members = [
-        ReplicaModel(f"r{n}", replica, SplicedLayers(splices[n]), GroupSettings.of(replica, CHUNK, page_size=BLOCK))
+        ReplicaModel(f"r{n}", replica, splices[n], GroupSettings.of(replica, CHUNK, page_size=BLOCK))
         for n, replica in enumerate(models)
     ]
     group = InProcess(1, members, spans, told)

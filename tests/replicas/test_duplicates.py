@@ -16,7 +16,7 @@ from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.governor.overview import Duplicates
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
@@ -172,8 +172,8 @@ def test_pages_that_the_ladder_lacks_are_pending_for_a_while() -> None:
         raise AssertionError("it is alone")
 
     with ballonet.manage(model) as handle, Splice(model) as splice:
-        runs = SplicedLayers(splice)
-        member = ReplicaModel("one", model, runs, GroupSettings.of(model, CHUNK, page_size=BLOCK))
+        splice.prove()
+        member = ReplicaModel("one", model, splice, GroupSettings.of(model, CHUNK, page_size=BLOCK))
         duplicates = governors.of(devices.require()).duplicates
         setup = ReplicaSetup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
         replica = Replica(setup, Wakeup())
@@ -191,5 +191,5 @@ def test_pages_that_the_ladder_lacks_are_pending_for_a_while() -> None:
         supervisor.said.append(End())
         replica.run()
         assert not duplicates.known, "nobody is told any more"
-        del replica, setup, member, runs
+        del replica, setup, member
         gc.collect()

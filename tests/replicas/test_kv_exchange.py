@@ -295,8 +295,8 @@ def test_handover_that_is_given_up_in_the_middle_keeps_no_cache(monkeypatch: pyt
     stage: Any = SimpleNamespace(cache=Cache(), leader=None, follower=None, group=pair)
     links: Any = {1: link}
     given: Any = old
-    change = Handover(0, given, stage, lambda _: pair, links, frozenset({0}), lambda _: None, lambda *_: None, 1)
-    change.take_in(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4, 1),)))
+    change = Handover(kv_exchange.Regrouping(0, lambda _: pair, links, frozenset({0})), given, stage, lambda *_: None, 1)
+    change.take_in(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4),)))
     while "kv" not in link.tags:
         assert change.step()
     kept = [weakref.ref(cache) for cache in (old, stage.cache)]

@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.hooks.replicas.channel import Wakeup
-from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
+from ballonet.hooks.replicas.errors import Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.link import HEADER_BYTES, Header, Link, LinkState
 from ballonet.hooks.replicas.pair import GlooConnect, Store, TwoRanks
 from ballonet.offload.policy.tuning import DEFAULT
@@ -76,7 +75,7 @@ def test_tensors_of_any_type_and_shape_arrive(store: Store, epoch: int) -> None:
     tensors += [torch.empty(0, 7, dtype=torch.bfloat16), torch.tensor(3.5), torch.randn(6, 4).t(), torch.randn(2**20)]
     with linked(store, epoch) as (one, other):
         for number, tensor in enumerate(tensors):
-            one.send(tensor, f"tensor {number}", check=number % 2 == 0)
+            one.send(tensor, f"tensor {number}")
             other.send(tensor, "back", urgent=True)
         for number, tensor in enumerate(tensors):
             for received in (other.recv(f"tensor {number}", LONG), one.recv("back", LONG)):
@@ -120,7 +119,7 @@ def test_states_do_not_wait_behind_bulk(store: Store, epoch: int) -> None:
     with linked(store, epoch) as (one, other):
         chunk = torch.randn(2**20)
         for number in range(24):
-            one.send(chunk + number, "chunk", check=True)
+            one.send(chunk + number, "chunk")
         one.send(torch.ones(4), "state", urgent=True)
         other.recv("state", LONG)
         assert len(other._inbox["chunk"]) < 24
@@ -193,35 +192,6 @@ def one_end() -> Iterator[tuple[Link, Wire]]:
         yield link, there
     finally:
         link.close()
-
-
-def test_a_damaged_message_fails_alone(store: Store, epoch: int) -> None:
-    with one_end() as (link, there):
-        for number, wrong in ((1, False), (2, True), (3, False)):
-            data = torch.full((8,), number, dtype=torch.uint8)
-            good = Header("kv", "uint8", (8,), 8, checksum=zlib.crc32(data.numpy().data))
-            there.send(good.pack())
-            there.send(data + 1 if wrong else data)
-        assert link.recv("kv", LONG)[0].item() == 1
-        with pytest.raises(ChecksumError, match="'kv' of replica 2 in epoch 5") as caught:
-            link.recv("kv", LONG)
-        assert caught.value.tag == "kv"
-        assert link.recv("kv", LONG)[0].item() == 3
-        assert link.state is LinkState.OPEN
-
-
-def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> None:
-    (here, there), states = Wire.pair(), Wire.pair()
-    one = Link(Given(states[0], here), 5, 2, Wakeup(), tuning=TUNING)
-    other = Link(Given(states[1], there), 5, 1, Wakeup(), tuning=TUNING)
-    here.change = lambda tensor: tensor.clone() if tensor.numel() == HEADER_BYTES else tensor ^ 1
-    one.send(torch.zeros(4, dtype=torch.int64), "kv", check=True)
-    one.send(torch.zeros(1, dtype=torch.uint8), "unchecked")
-    with pytest.raises(ChecksumError):
-        other.recv("kv", LONG)
-    assert other.recv("unchecked", LONG).tolist() == [1]
-    one.close()
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -387,7 +357,6 @@ def test_a_bye_that_is_not_answered_does_not_hold_up_who_goes() -> None:
         shape=st.lists(st.integers(0, 2**40), max_size=8).map(tuple),
         nbytes=st.integers(0, 2**50),
         direct=st.booleans(),
-        checksum=st.none() | st.integers(0, 2**32 - 1),
     )
 )
 def test_header_arrives_as_it_was_sent(header: Header) -> None:

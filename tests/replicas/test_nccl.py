@@ -15,7 +15,7 @@ import torch
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link, LinkState
-from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, NcclConnect, NcclPair, Store
+from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, LinkGpu, NcclConnect, NcclPair, Store
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0
@@ -127,11 +127,7 @@ def connects(store: Store, epoch: int, all_: Communicators, gpus: tuple[str, str
             me,
             peer,
             LONG,
-            gpu=gpu,
-            device=CPU,
-            stream=lambda: all_.streams.entered("pair"),
-            bulk=LONG,
-            make=all_.make,
+            LinkGpu(gpu, CPU, lambda: all_.streams.entered("pair"), LONG, all_.make),
         )
         for (me, peer), gpu in zip(((1, 2), (2, 1)), gpus, strict=True)
     ]
@@ -168,7 +164,7 @@ def test_both_ends_send_at_once_and_nothing_is_outstanding_where_a_link_idles(st
     for number in range(5):
         for end in (one, other):
             end.send(torch.full((1000,), number + (end is one), dtype=torch.int64), "states", urgent=True)
-            end.send(torch.full((3, 5), number, dtype=torch.bfloat16), "weights", check=True)
+            end.send(torch.full((3, 5), number, dtype=torch.bfloat16), "weights")
     for number in range(5):
         assert other.recv("states", LONG).tolist() == [number + 1] * 1000
         assert one.recv("states", LONG).tolist() == [number] * 1000
@@ -221,8 +217,8 @@ def pair(store: Store) -> Iterator[tuple[NcclPair, Communicators, list[float]]]:
         now[0] += 1.0
         return now[0]
 
-    stream = lambda: all_.streams.entered("pair")  # noqa: E731
-    made = NcclPair(control[0], *groups, 1, stream, CPU, 50.0, clock)
+    gpu = LinkGpu("", CPU, lambda: all_.streams.entered("pair"), 50.0)
+    made = NcclPair(control[0], *groups, 1, gpu, clock)
     yield made, all_, now
     made.close()
     control[1].close()
@@ -256,7 +252,8 @@ def test_close_ends_an_operation_that_waits_and_aborts_both_ways(store: Store) -
         pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *direction, LONG) for direction in ((1, 2), (2, 1))))
     ]
     groups = [all_.make(store, way, 0, LONG) for way in ("out", "into")]
-    nccl = NcclPair(control[0], *groups, 1, lambda: all_.streams.entered("pair"), CPU, LONG)
+    gpu = LinkGpu("", CPU, lambda: all_.streams.entered("pair"), LONG)
+    nccl = NcclPair(control[0], *groups, 1, gpu)
     raised: list[str] = []
 
     def waits() -> None:

@@ -9,6 +9,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from ballonet.hooks.replicas import kv_exchange
 from ballonet.hooks.replicas.follower import sample, uniform
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver
 from ballonet.hooks.replicas.microbatch_plan import (
-    Answer,
     Chunk,
     MicrobatchPlan,
     Passing,
@@ -34,8 +34,7 @@ from ballonet.hooks.replicas.microbatch_plan import (
 )
 from ballonet.hooks.replicas.replica_model import SpanRunner
 from ballonet.hooks.splice import splice as splicing
-from ballonet.hooks.splice.forms import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, SpliceStage
+from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 from ..models import build
@@ -364,8 +363,8 @@ def test_records_arrive_as_they_were() -> None:
         ("d", "e"),
     )
     passing = Passing(2, 7, (("a", 1),), (40, 50), 2)
-    answer = Answer(2, 7, (("b", 12),), (("a", 1),), (40, 50, 60))
-    handed = HandedOver(2, GROUP, (Handed(Request("a", (1, 2), 5, Sampling(7, 0.5), (9,), (4,)), 4, 1),))
+    answer = Passing(2, 7, (("a", 1),), (40, 50, 60), tokens=(("b", 12),))
+    handed = HandedOver(2, GROUP, (Handed(Request("a", (1, 2), 5, Sampling(7, 0.5), (9,), (4,)), 4),))
     for record in (plan, MicrobatchPlan(0, 0), passing, answer, handed, kv_exchange.Piece("a", 40, 3, 2, 5, -(2**62))):
         assert record_of(tensor_of(record), type(record)) == record
 
@@ -482,14 +481,13 @@ class InParts:
 
             cache.update = noting
             try:
-                sent = SpliceStage(self.splice).run(inputs, given)
+                given = self.splice.run(inputs, given)
             finally:
                 del cache.update
-            given = sent if isinstance(sent, Hidden) else None
-        assert isinstance(sent, Logits)
         assert self.splice.model.config._attn_implementation == attention  # also after the proof
         self.steps += 1
-        return sent.output
+        assert given is not None
+        return SimpleNamespace(logits=given[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.splice.model, name)

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.replicas.messages import Hello, Seen, decoded, encoded
+from ballonet.hooks.replicas.messages import Seen, decoded, encoded
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.recording import DecisionFile, Notes, Recording, machine, read_decisions
-from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.replicas.supervisor import Supervisor, SupervisorPorts
 from ballonet.hooks.virtual_replicas.run import run
-from ballonet.offload.policy.replicas.controller import Controller, replayed
+from ballonet.offload.policy.replicas.controller import replayed
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.drops import Pull, Verdict
 from ballonet.offload.policy.replicas.groups import Group, Span
@@ -166,25 +166,13 @@ def test_a_log_begins_with_a_setup_and_is_of_one_controller() -> None:
 def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
     log: list[Entry] = []
     replicas = Played()
-    setup = Setup((10, 10, 10, 10), KVSize(64, 4096), ChunkCost(1e-9, 1e-5, 1e-3), DEFAULT.replicas, 0.0)
-
-    def make(first: Hello) -> Controller:
-        log.append(setup)
-        return Controller.of(setup)
-
-    supervisor = Supervisor(
-        make,
-        replicas,
-        replicas,
-        replicas.wakeup,
-        lambda: 7.0,
-        lambda request, error: None,
-        lambda line: None,
-        note=log.append,
+    ports = SupervisorPorts(
+        replicas, replicas, replicas.wakeup, lambda request, error: None, lambda line: None, lambda: 7.0
     )
+    supervisor = Supervisor(ports, 1, note=log.append)
     supervisor.start()
     try:
-        replicas.says(0, hello(None))
+        replicas.says(0, hello(0))
         supervisor.ready.wait()
         assert supervisor.submit(Request("a", (1, 2), 3)) is None
         wait(

@@ -19,16 +19,16 @@ from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import LinkState
-from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.messages import Counted, End, Message, Start, SupervisorRestarted, Told
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica import Replica
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.replicas.cluster import Heartbeat
 from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
-from ballonet.offload.policy.replicas.protocol import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
+from ballonet.offload.policy.replicas.protocol import Alone, Cancel, Commit, Discard, Prepare, StartRestore
 
 from ..models import build
 from ..pool import take_out
@@ -149,7 +149,12 @@ class Loops:
         return connect
 
     def tell(self, member: int, *messages: Message) -> None:
-        self.desks[member].said.extend(messages)
+        """Sends messages; the preparation of an epoch says which groups end."""
+        stages = [loop._state.stage for loop in self.loops]
+        old = tuple({stage.group.members for stage in stages if stage is not None})
+        self.desks[member].said.extend(
+            replace(message, old=old) if isinstance(message, Prepare) else message for message in messages
+        )
 
     def tell_all(self, *messages: Message) -> None:
         for member in (0, 1):
@@ -179,7 +184,7 @@ class Loops:
         return [[message for message in desk.heard if isinstance(message, Counted)][-1] for desk in self.desks]
 
     def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:
-        self.tell(member, *(Start(epoch, request, assignment) for request in asked))
+        self.tell(member, *(Start(epoch, replace(request, assignment=assignment)) for request in asked))
 
     def answers(self, asked: list[Request]) -> list[list[int]]:
         """What was told of them, once they are over: each token once, in order."""
@@ -232,7 +237,7 @@ def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
     with ExitStack() as stack:
         held = [HeldLayers(stack.enter_context(ballonet.manage(replica))) for replica in models]
         members = [
-            ReplicaModel(f"r{n}", replica, SplicedLayers(stack.enter_context(Splice(replica))), settings_of(replica))
+            ReplicaModel(f"r{n}", replica, stack.enter_context(Splice(replica)), settings_of(replica))
             for n, replica in enumerate(models)
         ]
         made = Loops(members, held)
@@ -376,7 +381,7 @@ def test_replica_that_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops:
     loops.drop(3)
     loops.ask(0, 3, *asked)
     loops.step(6)
-    loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
+    loops.tell(1, SupervisorRestarted(), Start(3, asked[0]))
     assert loops.loops[1].run() == ()
     assert loops.loops[1]._state.stage is None
     assert loops.loops[1]._state.links == {}
@@ -536,10 +541,9 @@ def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loo
     leader = loops.loops[0]._state.leader
     assert leader is not None
     assert {*leader.requests.by_name} == {request.name for request in asked} - {"q1"}
-    assert {*loops.loops[0]._requests._assignments} == {*leader.requests.by_name}
     loops.tell(0, *(Cancel(request.name, 3, (0, 1)) for request in asked))
     loops.step(20)
-    assert not loops.loops[0]._requests._assignments
+    assert not leader.requests.by_name
     stage = loops.loops[1]._state.stage
     assert stage is not None
     assert stage.follower is not None

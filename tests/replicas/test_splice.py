@@ -13,26 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 import ballonet
 from ballonet import SpliceError
-from ballonet.allocator import devices
-from ballonet.hooks.compat import DynamicLayer
-from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.splice import elsewhere
 from ballonet.hooks.splice import splice as splicing
-from ballonet.hooks.splice.elsewhere import Elsewhere
-from ballonet.hooks.splice.forms import Hidden, Logits, record
-from ballonet.hooks.splice.splice import Splice, SpliceStage
+from ballonet.hooks.splice.forms import record
+from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
-from ..caches import installed, kv_pages
 from ..models import build, prompts
 from ..portrait import Portrait
-from .parts import NAMES, Pipeline, Step, cuts, deeper, in_one, in_parts, inputs_of, steps
+from .parts import NAMES, Whole, cuts, deeper, in_one, in_parts, steps, through
 
 INPUTS = {**prompts(2, 7), "use_cache": True}
 
@@ -68,7 +60,7 @@ def test_the_model_is_put_back_exactly(model: Any) -> None:
     with pytest.raises(SpliceError, match="closed"):
         splice.span = Span(0, 1)
     with pytest.raises(SpliceError, match="closed"):
-        SpliceStage(splice).run(INPUTS)
+        splice.run(INPUTS)
     assert hooks(model) == before
 
 
@@ -101,32 +93,28 @@ def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
 
 def test_wrong_inputs_of_a_part_are_refused(model: Any) -> None:
     with Splice(model) as splice:
-        stage = SpliceStage(splice)
-        whole = stage.run(INPUTS)
-        assert isinstance(whole, Logits)
+        whole = splice.run(INPUTS)
         splice.span = Span(0, 2)
         with pytest.raises(SpliceError, match="given what layer -1 sends, or nothing"):
-            stage.run(INPUTS, Hidden(()))
+            splice.run(INPUTS, ())
         with pytest.raises(SpliceError, match="output_hidden_states"):
-            stage.run({**INPUTS, "output_hidden_states": True})
+            splice.run({**INPUTS, "output_hidden_states": True})
         with pytest.raises(SpliceError, match=r"only layers \[0, 2\)"):
             model(**INPUTS)
-        sent = stage.run(INPUTS)
-        assert isinstance(sent, Hidden)
-        assert splice.travels(2) == (("args", 0),)
+        sent = splice.run(INPUTS)
+        assert len(sent) == 1
         splice.span = Span(2, 4)
         with pytest.raises(SpliceError, match="are given what layer 1 sends"):
-            stage.run(INPUTS)
+            splice.run(INPUTS)
         with pytest.raises(SpliceError, match=r"only layers \[2, 4\)"):
             model(**INPUTS)
         with pytest.raises(SpliceError, match="all stages of a forward are called with the same tokens"):
-            stage.run(INPUTS, Hidden((sent.tensors[0][:, 1:],)))
+            splice.run(INPUTS, (sent[0][:, 1:],))
         with pytest.raises(SpliceError, match="is given 2 tensors"):
-            stage.run(INPUTS, Hidden(sent.tensors * 2))
-        sent_on = stage.run(INPUTS, sent)
-        assert isinstance(sent_on, Logits)
-        assert torch.equal(sent_on.logits, whole.logits)
-        assert not sent_on.logits.requires_grad
+            splice.run(INPUTS, sent * 2)
+        (logits,) = splice.run(INPUTS, sent)
+        assert torch.equal(logits, whole[0])
+        assert not logits.requires_grad
 
 
 def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
@@ -138,7 +126,7 @@ def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
 
         handle = model.model.layers[1].register_forward_hook(change)
         with pytest.raises(SpliceError, match="a forward runs"):
-            SpliceStage(splice).run(INPUTS)
+            splice.run(INPUTS)
         handle.remove()
         assert splice.span == Span(0, 2)
         splice.span = Span(0, 1)
@@ -172,17 +160,14 @@ def test_a_forward_that_raises_leaves_nothing_behind(model: Any, where: int, kin
             splice.span = span
             if where in span:
                 with pytest.raises(kind, match="on purpose"):
-                    SpliceStage(splice).run(INPUTS, given)
+                    splice.run(INPUTS, given)
                 break
-            sent = SpliceStage(splice).run(INPUTS, given)
-            assert isinstance(sent, Hidden)
-            given = sent
+            given = splice.run(INPUTS, given)
         handle.remove()
         with pytest.raises(SpliceError, match="only layers"):
             model(**INPUTS)
         splice.span = splice.whole
-        pipeline = Pipeline([splice])
-        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(asked, expected, strict=True))
+        assert all(map(torch.equal, in_one(model, asked), expected))
     assert all(map(torch.equal, in_parts(model, spans, asked), expected))
 
 
@@ -208,8 +193,11 @@ def test_two_threads_run_a_stage(model: Any) -> None:
 
     def work(name: str) -> None:
         for _ in range(10):
-            pipeline = Pipeline(splices)
-            logits[name] = [pipeline.run(step) for step in asked[name]]
+            whole = Whole(model)
+            logits[name] = []
+            for step in asked[name]:
+                whole.run(step)
+                logits[name].append(through(splices, step, whole.before))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in asked]
     for thread in threads:
@@ -339,166 +327,3 @@ def test_most_architectures_run_in_parts() -> None:
 def nothing_stays() -> Iterator[None]:
     yield
     deeper.cache_clear()
-
-
-# Caches
-
-
-# with layers of attention, with windows, with states, with both in one, with an index
-CACHED = ["llama", "gemma2", "qwen3_next", "falcon_h1", "glm_moe_dsa", "minimax", "gemma3n_text", "mamba", "gpt2"]
-
-
-def bytes_of(layer: Any) -> int:
-    """Bytes of the tensors that a layer of a cache has."""
-    tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-    for value in vars(layer).values():
-        tensors += [one for one in value.values() if isinstance(one, torch.Tensor)] if isinstance(value, dict) else []
-    return sum(tensor.nbytes for tensor in tensors if tensor.dim())  # the size of a window is a tensor, too
-
-
-@pytest.mark.parametrize("name", CACHED)
-def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
-    model = deeper(name)
-    with Splice(model) as splice:
-        count = len(splice.layers)
-        asked = [step for step in steps(9) if step.request == "first"]
-        whole: Any = None
-        for step in asked:
-            whole = SpliceStage(splice).run(inputs_of(model, step, splice.cache_name, whole and whole.cache))
-        for span in (Span(0, 1), Span(1, count), Span(count - 1, count)):
-            given: list[Any] = []
-            if span.begin:
-                splice.span = Span(0, span.begin)
-                before: Any = None
-                for step in asked:
-                    before = SpliceStage(splice).run(inputs_of(model, step, splice.cache_name, before and before.cache))
-                    given.append(before)
-            splice.span = span
-            cache: Any = None
-            for index, step in enumerate(asked):
-                sent = SpliceStage(splice).run(
-                    inputs_of(model, step, splice.cache_name, cache), given[index] if given else None
-                )
-                cache = sent.cache
-            if name not in ("mamba", "minimax"):
-                assert [type(layer).__name__.removesuffix("Elsewhere") for layer in cache.layers] == [
-                    type(layer).__name__ for layer in whole.cache.layers
-                ]
-            for mine, its in zip(cache.layers, whole.cache.layers, strict=False):
-                if hasattr(its, "get_seq_length"):
-                    assert mine.get_seq_length() == its.get_seq_length()
-                    assert mine.get_mask_sizes(3) == its.get_mask_sizes(3)
-                if hasattr(its, "has_previous_state"):
-                    assert mine.has_previous_state == its.has_previous_state
-                if isinstance(mine, Elsewhere):
-                    assert not bytes_of(mine)
-                    with pytest.raises(SpliceError, match="are on another replica"):
-                        mine.update(torch.zeros(1), torch.zeros(1))
-
-
-def one_part(model: Any, splice: Splice) -> Any:
-    """The cache of the first half after a prompt."""
-    splice.span = Span(0, 2)
-    return SpliceStage(splice).run(inputs_of(model, steps(9)[0], "past_key_values", None)).cache
-
-
-def test_changes_of_a_cache_change_lengths_of_layers_elsewhere() -> None:
-    model = build("llama", num_hidden_layers=4)
-    with Splice(model) as splice:
-        cache = one_part(model, splice)
-        kinds = [isinstance(layer, Elsewhere) for layer in cache.layers]
-        assert kinds == [False, False, True, True]
-        cache.reorder_cache(torch.tensor([1, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 2]))
-        assert [layer.get_seq_length() for layer in cache.layers] == [9] * 4
-        cache.crop(-2)
-        assert [layer.get_seq_length() for layer in cache.layers] == [7] * 4
-        cache.reset()
-        assert [layer.get_seq_length() for layer in cache.layers] == [0] * 4
-
-
-def test_layers_are_handed_over() -> None:
-    """What a replica does whose span grows, and one whose span shrinks: the tokens of the whole."""
-    model, asked = build("llama", num_hidden_layers=4), [step for step in steps(9) if step.request == "first"]
-    expected = in_one(model, asked)
-    with Splice(model) as splice:
-        caches: list[Any] = [None, None]
-        for number, step in enumerate(asked):
-            if number == 2:  # layer 1 goes from the first to the second
-                layer = caches[0].layers[1]
-                keys, values = layer.keys.clone(), layer.values.clone()
-                elsewhere.leave(caches[0], 1)
-                assert layer.keys is None
-                elsewhere.leave(caches[0], 1)
-                held = elsewhere.hold(caches[1], 1)
-                assert isinstance(held, DynamicLayer)
-                assert held.get_seq_length() == 0
-                held.update(keys, values)
-                assert elsewhere.hold(caches[1], 1) is held
-            given: Any = None
-            border = 2 if number < 2 else 1
-            for part, span in enumerate((Span(0, border), Span(border, 4))):
-                splice.span = span
-                given = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", caches[part]), given)
-                caches[part] = given.cache
-            assert torch.equal(given.logits, expected[number])
-
-
-@pytest.mark.parametrize("page", [4096, 65536], ids=["alone", "in one range"])
-@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-def test_elastic_layers(name: str, page: int) -> None:
-    """With large pages the layers that run here have their places in a range that is laid out for all."""
-    model, asked = deeper(name), steps(4)
-    expected = in_one(model, asked)
-    with installed(page), Splice(model) as splice:
-        count = len(splice.layers)
-        caches: dict[tuple[str, int], Any] = {}
-        for step, logits in zip(asked, expected, strict=True):
-            given: Any = None
-            for part, span in enumerate(cuts(count, 2)):
-                splice.span = span
-                cache = caches.setdefault((step.request, part), KVCache(model.config))
-                given = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), given)
-                kinds = [type(layer) for layer in cache.layers]
-                assert [issubclass(kind, ElasticLayer) for kind in kinds] == [index in span for index in range(count)]
-                assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}
-            assert torch.equal(given.logits, logits)
-        assert kv_pages(devices.require()) > 0
-        layer = cache.layers[0]
-        assert isinstance(layer, Elsewhere)
-        assert isinstance(elsewhere.hold(cache, 0), ElasticLayer)
-        elsewhere.leave(cache, count - 1)
-        assert isinstance(cache.layers[count - 1], Elsewhere)
-        del cache, caches, given, layer
-
-
-def test_a_cache_whose_tokens_were_not_handed_over_is_refused() -> None:
-    model, step = build("llama", num_hidden_layers=4), steps(9)[0]
-    after = Step("first", torch.cat([step.ids, step.ids[:, :1]], dim=1), 1)
-    with Splice(model) as splice:
-        whole = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", None)).cache
-        splice.span = Span(0, 2)
-        with pytest.raises(SpliceError, match="layer 2 of this cache holds tokens, but does not run here"):
-            SpliceStage(splice).run(inputs_of(model, after, "past_key_values", whole))
-        part = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", None)).cache
-        splice.span = Span(0, 3)
-        with pytest.raises(SpliceError, match="its tokens are on another replica"):
-            SpliceStage(splice).run(inputs_of(model, after, "past_key_values", part))
-        static = StaticCache(config=model.config, max_cache_len=32)
-        with pytest.raises(SpliceError, match="fixed size"):
-            SpliceStage(splice).run(inputs_of(model, step, "past_key_values", static))
-
-
-def test_transformers_tables_are_as_before() -> None:
-    """No class of what is elsewhere takes the place of its stock class."""
-    from transformers import cache_utils
-
-    deeper("deepseek_v4")
-    before = dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING)
-    with Splice(deeper("deepseek_v4")) as splice:
-        splice.span = Span(0, 2)
-        cache = SpliceStage(splice).run(inputs_of(splice.model, steps(9)[0], "past_key_values", None)).cache
-        assert sum(isinstance(layer, Elsewhere) for layer in cache.layers) == 2
-    assert before == cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
-    assert not any(issubclass(type(layer), Elsewhere) for layer in DynamicCache(config=splice.model.config).layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,8 @@ import torch
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
-from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.managed import managed_as, residency_of
-from ballonet.hooks.splice.elsewhere import Elsewhere
-from ballonet.hooks.splice.forms import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, SpliceStage
+from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy import plan
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.testing import chaos_of
@@ -27,7 +24,7 @@ from ..models import build
 from ..pool import take_out
 from ..test_ring import model as ring_model
 from ..tuned import Tuned
-from .parts import Pipeline, cuts, in_one, inputs_of, steps
+from .parts import Whole, cuts, in_one, inputs_of, steps, through
 
 LAYERS = 6
 BUDGET = 2**22
@@ -82,15 +79,14 @@ def test_dropped_layers_cause_no_copies(model: Any, slots: int, monkeypatch: Any
         expected = in_one(model, ASKED)
     with Splice(model) as splice, streamed(model, (3, 4, 5), slots, monkeypatch) as managed:
         splice.span = Span(0, 3)
-        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))  # and what was begun before
+        splice.run(inputs_of(model, ASKED[0], "past_key_values", None))  # and what was begun before
         filled, before = Filled(managed, monkeypatch), copied()
         for _ in range(5):
-            SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+            splice.run(inputs_of(model, ASKED[0], "past_key_values", None))
         assert filled.layers == []
         assert copied() == before
         splice.span = splice.whole
-        pipeline = Pipeline([splice])
-        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(ASKED, expected, strict=True))
+        assert all(map(torch.equal, in_one(model, ASKED), expected))
         assert set(filled.layers) == {3, 4, 5}
         assert copied() > before
 
@@ -98,24 +94,22 @@ def test_dropped_layers_cause_no_copies(model: Any, slots: int, monkeypatch: Any
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_of_layers_that_stream_only_those_of_the_span_are_copied(model: Any, slots: int, monkeypatch: Any) -> None:
     with install.stock():
-        expected = in_one(model, ASKED)
+        whole = Whole(copy.deepcopy(model))
     spans = [Span(0, 2), Span(2, 3), Span(3, 6)]
     with Splice(model) as splice, streamed(model, (1, 2, 3, 5), slots, monkeypatch) as managed:
         splice.span = spans[0]
         filled = Filled(managed, monkeypatch)
-        caches: dict[tuple[str, int], Any] = {}
-        for step, logits in zip(ASKED, expected, strict=True):
-            sent: Hidden | Logits | None = None
-            for number, span in enumerate(spans):
+        for step in ASKED:
+            expected = whole.run(step)
+            states: Any = None
+            for span in spans:
                 splice.span = span
                 filled.layers.clear()
-                cache = caches.get((step.request, number))
-                sent = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), sent)  # type: ignore[arg-type]
+                cache = copy.deepcopy(whole.before)
+                states = splice.run(inputs_of(model, step, "past_key_values", cache), states)
                 assert filled.layers
                 assert set(filled.layers) <= {*range(span.begin, span.end)} & {1, 2, 3, 5}
-                caches[step.request, number] = sent.cache
-            assert isinstance(sent, Logits)
-            assert torch.equal(sent.logits, logits)
+            assert torch.equal(states[0], expected)
         devices.require().check()
 
 
@@ -128,12 +122,11 @@ def test_a_view_that_is_kept_of_a_slot_shared_with_layers_elsewhere(model: Any, 
         kept: list[torch.Tensor] = []
         linear = model.model.layers[1].mlp.up_proj
         handle = linear.register_forward_hook(lambda *_: kept.append(linear.weight))
-        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        splice.run(inputs_of(model, ASKED[0], "past_key_values", None))
         handle.remove()
         assert len(kept) == 1
         splice.span = splice.whole
-        pipeline = Pipeline([splice])
-        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(ASKED, expected, strict=True))
+        assert all(map(torch.equal, in_one(model, ASKED), expected))
         assert torch.equal(kept.pop(), linear.weight)
 
 
@@ -149,10 +142,10 @@ def test_layers_from_files_that_do_not_run_are_not_read(tmp_path: Path, monkeypa
         splice.span = Span(0, 2)
         assert streaming._hidden == set(range(LAYERS))
         monkeypatch.setattr(managed._turns, "take", lambda turn: False)
-        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        splice.run(inputs_of(model, ASKED[0], "past_key_values", None))
         assert streaming._hidden == {2, 3, 4, 5}
         splice.span = splice.whole
-        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        splice.run(inputs_of(model, ASKED[0], "past_key_values", None))
         assert streaming._hidden == set()
     managed.release()
 
@@ -178,9 +171,9 @@ def test_own_slots_of_layers_that_do_not_run_are_not_filled() -> None:
 @pytest.mark.parametrize("layers", [(), (0, 2, 3, 5)])
 @pytest.mark.parametrize("seed", [3, 11])
 def test_parts_under_chaos_are_the_whole(model: Any, layers: tuple[int, ...], seed: int, monkeypatch: Any) -> None:
-    """Two managed replicas of a model, whose pages move at random: the same bits, and elastic caches."""
+    """Two managed replicas of a model, whose pages move at random: the same bits."""
     with install.stock():
-        expected = in_one(model, ASKED)
+        whole = Whole(copy.deepcopy(model))
         other = build("llama", num_hidden_layers=LAYERS)
     spans = cuts(LAYERS, 2)
     with (
@@ -190,31 +183,8 @@ def test_parts_under_chaos_are_the_whole(model: Any, layers: tuple[int, ...], se
         Splice(other) as second,
     ):
         first.span, second.span = spans
-        pipeline = Pipeline([first, second])
-        for step, logits in zip(ASKED, expected, strict=True):
-            assert torch.equal(pipeline.run(step), logits)
+        for step in ASKED:
+            expected = whole.run(step)
+            assert torch.equal(through([first, second], step, whole.before), expected)
         assert all(chaos_of(part).moved["weights"] > 0 for part in (one, two))
-        for (_, number), cache in pipeline.caches.items():
-            for index, layer in enumerate(cache.layers):
-                here = index in spans[number]
-                assert isinstance(layer, Elsewhere) != here
-                assert isinstance(layer, ElasticLayer) == here
-            assert cache.get_seq_length() > 5
-        del pipeline, cache, layer
         devices.require().check()
-
-
-def test_a_cache_of_ones_own(model: Any) -> None:
-    with install.stock():
-        expected = in_one(model, ASKED)
-    with Splice(model) as splice, ballonet.manage(model):
-        caches = {(name, part): KVCache(model.config) for name in ("first", "other") for part in (0, 1)}
-        for step, logits in zip(ASKED, expected, strict=True):
-            sent: Any = None
-            for part, span in enumerate(cuts(LAYERS, 2)):
-                splice.span = span
-                given = inputs_of(model, step, "past_key_values", caches[step.request, part])
-                sent = SpliceStage(splice).run(given, sent)
-                assert sent.cache is caches[step.request, part]
-            assert torch.equal(sent.logits, logits)
-        del caches, sent

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.link import checksum, host_buffer, staged, unstaged
+from ballonet.hooks.replicas.link import host_buffer, staged, unstaged
 
 from ..pool import covered, mapped, take_out
 
@@ -36,9 +36,6 @@ def test_staged_bytes_and_room_for_what_arrives_lie_outside_the_pool() -> None:
     arrived.copy_(copy.data)
     room = unstaged(arrived, "bfloat16", (100, 1000))
     assert torch.equal(room, tensor)
-    assert checksum(arrived) == checksum(copy.data)
-    arrived[17] ^= 1
-    assert checksum(arrived) != checksum(copy.data)
     del tensor, room
 
 

@@ -24,7 +24,6 @@ from ballonet.hooks.replicas.messages import (
     JoinRefusal,
     Line,
     Message,
-    NewTokens,
     Start,
     Told,
     Welcome,
@@ -32,10 +31,8 @@ from ballonet.hooks.replicas.messages import (
     encoded,
 )
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
-from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.replicas.supervisor import Supervisor, SupervisorPorts
 from ballonet.offload.policy.replicas import protocol
-from ballonet.offload.policy.replicas.controller import Controller
-from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
@@ -45,7 +42,7 @@ COST = ChunkCost(1e-9, 1e-5, 1e-3)
 LAYERS = (10, 10, 10, 10)
 
 
-def hello(rank: int | None, page: int = 4096) -> Hello:
+def hello(rank: int, page: int = 4096) -> Hello:
     return Hello(1000, "here", 100, LAYERS, 64, page, COST, rank)
 
 
@@ -84,17 +81,16 @@ class Played:
     def post(self, member: int, message: Message) -> None:
         self._told.append((member, message))
 
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        self.started.append((rank, cost))
+    def start(self, rank: int) -> None:
+        self.started.append((rank, self.cost))
 
     def ended(self) -> list[tuple[int, str]]:
         gone, self._gone = self._gone, []
         return gone
 
-    def end(self, rank: int) -> None:
-        self.killed.append(rank)
-
-    def abandon(self, rank: int) -> None: ...
+    def end(self, rank: int, for_good: bool = False) -> None:
+        if not for_good:
+            self.killed.append(rank)
 
 
 class Scene:
@@ -102,20 +98,15 @@ class Scene:
         self.replicas = Played()
         self.told: list[tuple[Request, str | None]] = []
         self.now = 0.0
-
-        def make(first: Hello) -> Controller:
-            return Controller(first.layers, KVSize(first.token, first.page), first.cost)
-
-        self.supervisor = Supervisor(
-            make,
+        ports = SupervisorPorts(
             self.replicas,
             self.replicas,
             self.replicas.wakeup,
-            lambda: self.now,
             lambda request, error: self.told.append((request, error)),
             lambda line: None,
-            ranks=2,
+            lambda: self.now,
         )
+        self.supervisor = Supervisor(ports, 2)
         self.supervisor.start()
 
     def begins(self) -> Start:
@@ -147,7 +138,7 @@ def scene() -> Iterator[Scene]:
 def test_a_request_has_its_tokens(scene: Scene) -> None:
     start = scene.begins()
     for before in range(3):
-        scene.replicas.says(scene.member, Told("a", start.assignment, before, (7 + before,)))
+        scene.replicas.says(scene.member, Told("a", start.request.assignment, before, (7 + before,)))
     wait(lambda: len(scene.told) == 3)
     assert [(request.delivered, request.over, error) for request, error in scene.told] == [
         ((7,), False, None),
@@ -159,13 +150,17 @@ def test_a_request_has_its_tokens(scene: Scene) -> None:
 
 def test_requests_of_a_lost_replica_are_computed_again_by_another(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
     wait(lambda: scene.told)
     scene.replicas.ends(scene.member)
     (_, _), (member, again) = scene.replicas.hears(Start, 2)
-    assert (member, again.assignment, again.request.delivered) == (1 - scene.member, start.assignment + 1, (7,))
-    scene.replicas.says(scene.member, Told("a", start.assignment, 1, (6,)))  # on its way when it ended
-    scene.replicas.says(member, Told("a", again.assignment, 1, (8,)))
+    assert (member, again.request.assignment, again.request.delivered) == (
+        1 - scene.member,
+        start.request.assignment + 1,
+        (7,),
+    )
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 1, (6,)))  # on its way when it ended
+    scene.replicas.says(member, Told("a", again.request.assignment, 1, (8,)))
     wait(lambda: len(scene.told) == 2)
     assert scene.told[-1][0].delivered == (7, 8)
     assert scene.supervisor.state().recomputed == 1
@@ -197,7 +192,7 @@ def test_replica_that_joins_once_its_process_has_ended_is_told_to_end(scene: Sce
 
 def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
     wait(lambda: scene.told)
     scene.replicas.ends(0)
     scene.replicas.ends(1)
@@ -227,9 +222,6 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
     scene.supervisor._clients.submit(Request("late", (1,), 1))  # who had asked whether it fails before it did
     wait(lambda: "late" in [request.name for request, _ in scene.told])
     assert scene.supervisor.waiting == 0
-    scene.replicas.says(2, hello(None))
-    scene.replicas.hears(protocol.Alone, 3)
-    assert scene.supervisor.submit(Request("b", (1,), 1)) is None
 
 
 def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
@@ -268,16 +260,10 @@ def test_client_that_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypa
     assert scene.supervisor.waiting == 0
 
 
-def test_message_of_a_replica_that_is_no_member_has_it_rejoin(scene: Scene) -> None:
-    scene.begins()
-    scene.replicas.says(7, protocol.Load(0.0, 7, 1, 0, 50, 0, 1))
-    assert scene.replicas.hears(protocol.Rejoin) == [(7, protocol.Rejoin(7))]
-
-
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
-    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (8,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (8,)))
     wait(lambda: len(scene.told) == 2)
     assert "with other tokens" in str(scene.told[-1][1])
 
@@ -307,29 +293,9 @@ def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
     assert scene.replicas.hears(Start, 2)[1][0] == 1 - scene.member
 
 
-def test_one_of_another_machine_that_stands_still_may_join_anew(scene: Scene) -> None:
-    scene.begins()
-    scene.replicas.says(2, hello(None))
-    scene.replicas.hears(protocol.Alone, 3)
-    count = 0
-    for member in (0, 1, 2):
-        scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, count))
-    wait(lambda: not scene.replicas.has())
-    while 2 in scene.supervisor.state().spans:
-        scene.now, count = scene.now + 0.2, count + 1
-        for member in (0, 1):
-            scene.replicas.says(member, protocol.Load(0.0, member, member + 1, 0, 50, 0, count))
-        time.sleep(0.15)
-    assert scene.replicas.hears(protocol.Rejoin) == [(2, protocol.Rejoin(2))]
-    assert (scene.replicas.killed, scene.supervisor.state().fenced) == ([], 1)
-    scene.replicas.says(3, hello(None))
-    assert scene.replicas.hears(protocol.Alone, 4)[-1][0] == 3
-    assert sorted(scene.supervisor.state().spans) == [0, 1, 3]
-
-
 def test_a_replica_of_other_sizes_is_none(scene: Scene) -> None:
     scene.begins()
-    scene.replicas.says(5, hello(None, page=8192))
+    scene.replicas.says(5, hello(5, page=8192))
     assert scene.replicas.hears(End)[0][0] == 5
 
 
@@ -347,12 +313,11 @@ def test_all_who_wait_are_told_at_the_end(scene: Scene) -> None:
 REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), (4,))
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
 MESSAGES: list[Message] = [
-    Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
-    Start(3, REQUEST, 2),
+    Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3)), 0),
+    Start(3, REQUEST),
     Told("a", 2, 1, (4, 5), "a reason"),
     Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0"), (REQUEST,)),
     Welcome(3, "here", 29400, ChunkCost(1e-9, 1e-5, 1e-3)),
-    NewTokens("a", 2, (7, 8), "it was lost"),
     Line("loading"),
     JoinRefusal(("torch is 2.12.0, not 2.13.0",)),
     protocol.Prepare(4, (GROUP,), (Pull(2, 3, None), Pull(2, 4, 0))),
@@ -390,7 +355,7 @@ def test_a_request_is_there_once() -> None:
 def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
-    first, second = ledger.assign("a").assignment, ledger.assign("a").assignment
+    first, second = (ledger.assign("a").request.assignment for _ in range(2))
     assert ledger.deliver("a", first, 0, (5,)) == ()
     assert ledger.deliver("a", second, 0, (5,)) == (5,)
     assert ledger.deliver("b", second, 0, (5,)) == ()
@@ -399,7 +364,7 @@ def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
 def test_tokens_that_are_computed_again_have_to_be_the_same() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
-    assignment = ledger.assign("a").assignment
+    assignment = ledger.assign("a").request.assignment
     assert ledger.deliver("a", assignment, 0, (5, 6)) == (5, 6)
     with pytest.raises(RepeatedOtherwise):
         ledger.deliver("a", assignment, 1, (7,))
@@ -415,6 +380,8 @@ def test_clients_get_each_token_once(answer: list[int], reports: list[tuple[int,
     got: list[int] = []
     for begin, count in reports:
         before = min(begin, len(got))  # none is missing
-        got += ledger.deliver("a", ledger.assign("a").assignment, before, tuple(answer[before : before + count]))
+        got += ledger.deliver(
+            "a", ledger.assign("a").request.assignment, before, tuple(answer[before : before + count])
+        )
     assert got == answer[: len(got)]
     assert ledger.entry("a").request.delivered == tuple(got)

@@ -9,7 +9,7 @@ Note [Life of a burst]
 Note [Fencing]
     Each replica is in one epoch, the one in which its group was formed. Its messages of another are ignored, with one
     exception: until it has entered a new epoch, its count of iterations still shows that it is alive. A replica that
-    does not enter in time is fenced, as is one whose count stands still. A sender that is no member is told to rejoin.
+    does not enter in time is fenced, as is one whose count stands still. A sender that is no member is ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from .protocol import (
     PullFailed,
     Reason,
     Recompute,
-    Rejoin,
     Restored,
     Setup,
     Suspected,
@@ -240,8 +239,8 @@ class Controller:
     def _load(self, event: Load) -> None:
         replica = self.cluster.replicas.get(event.member)
         if replica is None:
-            self._state.actions.append(Rejoin(event.member))
-        elif replica.epoch == event.epoch:
+            return
+        if replica.epoch == event.epoch:
             replica.heartbeat.beat(event.at, event.progress)
             replica.load = event
             self._taken_up(event.epoch, event.member)

@@ -257,7 +257,8 @@ class EpochProposals:
         assert self.proposal is None
         epoch = self._state.next_epoch()
         self.proposal = Proposal(epoch, kind, tuple(old), tuple(groups), pulls, at)
-        self._state.actions.append(Prepare(epoch, tuple(groups), pulls if kind is Kind.DROP else ()))
+        sent = pulls if kind is Kind.DROP else ()
+        self._state.actions.append(Prepare(epoch, tuple(groups), sent, self.proposal.old))
 
     def _homes(self, group: Group) -> dict[str, int] | None:
         """Returns the member that each request of a group goes to when the group ends; None where one does not fit."""

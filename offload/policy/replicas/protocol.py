@@ -212,11 +212,12 @@ class Recompute(Action, frozen=True):
 
 class Prepare(Action, frozen=True):
     """Members of the groups prepare an epoch while they serve. `pulls`: layers needed for spans that do not lie inside
-    the old ones."""
+    the old ones; `old`: members of the groups that end."""
 
     epoch: int
     groups: tuple[Group, ...]
     pulls: tuple[Pull, ...] = ()
+    old: tuple[tuple[int, ...], ...] = ()
 
 
 class Commit(Action, frozen=True):
@@ -249,16 +250,10 @@ class StartRestore(Action, frozen=True):
 
 
 class Fence(Action, frozen=True):
-    """The replica's messages are ignored from now on; its process is ended if it can be reached."""
+    """The replica's messages are ignored from now on; its process is ended."""
 
     member: int
     reason: Reason
-
-
-class Rejoin(Action, frozen=True):
-    """The replica, which is no member any more, drops all KV and requests and joins as a new one."""
-
-    member: int
 
 
 class Decline(Action, frozen=True):

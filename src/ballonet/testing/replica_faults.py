@@ -24,7 +24,8 @@ import torch
 from ..hooks.replicas.channel import SupervisorChannel
 from ..hooks.replicas.link import Link
 from ..hooks.replicas.messages import Message
-from ..hooks.replicas.replica_model import RunsLayers, States
+from ..hooks.replicas.replica_model import RunsLayers
+from ..hooks.splice.forms import States
 
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 HOW: Final = (*_SIGNALS, "cut", "damage")
@@ -147,7 +148,7 @@ class FaultyLink(Link):
         self._faults = faults
         super().__init__(*args, **kwargs)
 
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> None:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False) -> None:
         """Sends a copy of a tensor, see Link."""
         how = self._faults.at(f"send {tag}")
         if how == "cut":
@@ -155,7 +156,7 @@ class FaultyLink(Link):
         if how == "damage":
             tensor = tensor.detach().clone()
             tensor.view(torch.uint8).flatten()[0] ^= 1
-        super().send(tensor, tag, urgent, check)
+        super().send(tensor, tag, urgent)
 
     def take(self, tag: str) -> torch.Tensor | None:
         """Removes and returns the next tensor of this tag, see Link."""

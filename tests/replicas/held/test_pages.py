@@ -16,7 +16,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
 from ballonet.hooks.device import governors
-from ballonet.hooks.replicas.held_layers import HeldLayers, PreparedLayer
+from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
@@ -70,8 +70,8 @@ def test_freed_pages_are_exact_and_nothing_goes_to_the_host(
     """Counted from outside: the layers' pages, less the slot of the largest; and for a file no host page at all."""
     assert say(model).agrees(stock)
     pages, before = pages_of(managed), on_host()
-    assert list(held.prepare([4, 3])) == [PreparedLayer(4, 1, 2), PreparedLayer(3, 2, 2)]
-    assert list(held.prepare([3, 4, 5])) == [PreparedLayer(5, 1, 1)]
+    assert list(held.prepare([4, 3])) == [4, 3]
+    assert list(held.prepare([3, 4, 5])) == [5]
     assert held.ready == (3, 4, 5)
     assert on_host() - before <= 1 if kind == "file" else on_host() - before == sum(pages[3:])
     assert managed.report().host_pages == (0 if kind == "file" else sum(pages[3:]))
@@ -272,8 +272,8 @@ def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output,
 def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Managed) -> None:
     wishes: list[int] = []
     governor, pages = governors.of(devices.require()), pages_of(managed)
-    held.offer(lambda pages: wishes.append(-pages))
-    held.offer(wishes.append)
+    held.begin(lambda pages: wishes.append(-pages), bool)
+    held.begin(wishes.append, bool)
     governor.duplicates.request_drop(7)
     assert wishes == [7]
     assert governor.duplicates.pages == sum(pages) - pages[0] - max(pages)
@@ -294,7 +294,7 @@ def test_a_forward_that_finds_no_pages_leads_to_a_wish(host_model: Any, tuned: T
     device, wishes = devices.require(), list[int]()
     with ballonet.manage(host_model, floor=BUDGET // 2) as managed:
         held = prepared(HeldLayers(managed))
-        held.offer(wishes.append)
+        held.begin(wishes.append, bool)
         cache = ballonet.KVCache(host_model.config)
         logits_of(host_model, ids, cache)
         settled()
