@@ -20,7 +20,7 @@ from msgspec.structs import replace
 import ballonet
 from ballonet.allocator import devices
 from ballonet.hooks.replicas import kv_exchange as handover
-from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece, moves
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece, Regrouping, moves
 from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
 from ballonet.hooks.replicas.replica_model import ReplicaModel, SpanCache
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
@@ -295,7 +295,7 @@ def test_handover_that_is_given_up_in_the_middle_keeps_no_cache(monkeypatch: pyt
     stage: Any = SimpleNamespace(cache=Cache(), leader=None, follower=None, group=pair)
     links: Any = {1: link}
     given: Any = old
-    change = Handover(kv_exchange.Regrouping(0, lambda _: pair, links, frozenset({0})), given, stage, lambda *_: None, 1)
+    change = Handover(Regrouping(0, lambda _: pair, links, frozenset({0})), given, stage, lambda *_: None, 1)
     change.take_in(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4),)))
     while "kv" not in link.tags:
         assert change.step()
