@@ -36,22 +36,22 @@ class Step:
         low, high = LENGTHS[kind]
         counts = torch.randint(low, high + 1, (count,), generator=draw).tolist()
         tokens, layers = BLOCK[kind], LAYERS[kind]
-        blocks = torch.randperm(sum(-(-each // tokens) for each in counts), generator=draw).tolist()
+        blocks = torch.randperm(sum(-(-length // tokens) for length in counts), generator=draw).tolist()
         self.cache = torch.randn(len(blocks) * layers * 2 * tokens, SHARED, DIM, dtype=self.dtype, device=self.device)
         self.keys = Keys(SimpleNamespace(tokens_per_page=tokens, block_physical_stride=2 * layers * tokens))
         rows = list[int]()
-        for each in counts:
-            table = [blocks.pop() for _ in range(-(-each // tokens))]
-            self.keys.add(each, table)
+        for length in counts:
+            table = [blocks.pop() for _ in range(-(-length // tokens))]
+            self.keys.add(length, table)
             starts = [block * 2 * layers * tokens for block in table]
-            rows += [start + n for start in starts for n in range(tokens)][:each]
+            rows += [start + n for start in starts for n in range(tokens)][:length]
         self.index = torch.tensor(rows, device=self.device)
         self.query = torch.randn(1, count, HEADS, DIM, dtype=self.dtype, device=self.device).transpose(1, 2)
         self.mask = torch.full((1, 1, count, len(rows)), torch.finfo(self.dtype).min, device=self.device).to(self.dtype)
         end = 0
-        for row, each in enumerate(counts):
-            self.mask[..., row, end : end + each] = 0
-            end += each
+        for row, length in enumerate(counts):
+            self.mask[..., row, end : end + length] = 0
+            end += length
         self.views = [
             (self.cache[2 * layer * tokens :], self.cache[(2 * layer + 1) * tokens :]) for layer in range(layers)
         ]

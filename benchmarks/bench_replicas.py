@@ -24,7 +24,7 @@ from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.replicas.protocol import Commit, Decision, Entry
 
 GB, PAGE = 10**9, 2**21
-PEERS = [each for each in POLICIES if each != "drop"]
+PEERS = [policy for policy in POLICIES if policy != "drop"]
 # 94 layers, 4 KV heads of 128 in 16 bits; eight devices of 80 GB less 30 GB for activations, each with its own link
 MOE = Shape((479 * GB // 94,) * 94, 2 * GB, 94 * 2 * 4 * 128 * 2, 4096 * 2)
 MOE_COST = ChunkCost(2e-10, 3e-5, 0.03, decode=ChunkCost(0.0, 3e-5, 0.03, prefix=8e-9))
@@ -64,7 +64,7 @@ def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     yield from _compared("14B, 8 replicas, prompts of code", dense, DENSE_COST, code, at_most=1.02)
     square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS, answer)
     log: list[Entry] = []
-    found = run(moe, MOE_COST, square, "drop", log=log.append)
+    result = run(moe, MOE_COST, square, "drop", log=log.append)
     commits = [
         int(each.event.at / (PERIOD * short))
         for each in log
@@ -74,9 +74,9 @@ def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
         f"235B, square wave of {PERIODS} periods",
         "epochs in a period, at most",
         value=Figure.of([max(map(commits.count, commits), default=0)]).at_most(2),
-        drops=Figure.of([found["drops"]]).at_most(PERIODS),
-        restores=Figure.of([found["restores"]]).at_most(PERIODS),
-        bubble=Figure.of([found["bubble"]]),
+        drops=Figure.of([result["drops"]]).at_most(PERIODS),
+        restores=Figure.of([result["restores"]]).at_most(PERIODS),
+        bubble=Figure.of([result["bubble"]]),
     )
 
 
@@ -85,10 +85,10 @@ def _compared(
 ) -> Iterator[dict[str, Any]]:
     ours = run(fleet, cost, arrivals, "drop")
     drop = Figure.of([ours["ttft_p99"]])
-    found = {peer: Figure.of([run(fleet, cost, arrivals, peer)["ttft_p99"]]) for peer in PEERS}
-    for peer, each in found.items():
+    figures = {peer: Figure.of([run(fleet, cost, arrivals, peer)["ttft_p99"]]) for peer in PEERS}
+    for peer, each in figures.items():
         yield row(f"{what}: P99 TTFT, s", peer, value=each, drop=drop)
-    best = min(found.values(), key=lambda each: each.median)
+    best = min(figures.values(), key=lambda each: each.median)
     if "at_least" in limit:
         ratio = Figure.ratio(best, drop).at_least(limit["at_least"])
         drops = Figure.of([ours["drops"]])
@@ -103,22 +103,22 @@ def _compared(
 def wave(low: float, high: float, seconds: float, period: float, periods: int, answer: int) -> list[RecordedArrival]:
     """Requests that come at `low` a second, and at `high` for so many `seconds` of each period; prompts of 1,000 tokens
     and answers of `answer` in the median."""
-    random, at, found = Random(0), 0.0, list[RecordedArrival]()
+    random, at, arrivals = Random(0), 0.0, list[RecordedArrival]()
     begin = (period - seconds) / 3
     while at < period * periods:
         at += random.expovariate(high if begin <= at % period < begin + seconds else low)
         prompt, new = (max(10, round(random.lognormvariate(math.log(each), 0.6))) for each in (1000, answer))
-        found.append(RecordedArrival(at, prompt, new))
-    return found
+        arrivals.append(RecordedArrival(at, prompt, new))
+    return arrivals
 
 
 def coding(prompts: list[int], rate: float) -> list[RecordedArrival]:
     """Prompts of code at a rate that goes up and down by half in two minutes; answers are short."""
-    random, at, found = Random(0), 0.0, list[RecordedArrival]()
+    random, at, arrivals = Random(0), 0.0, list[RecordedArrival]()
     for prompt in prompts:
         at += random.expovariate(rate * (1 + math.sin(at / 20) / 2))
-        found.append(RecordedArrival(at, prompt, 1 + round(random.expovariate(1 / 27))))
-    return found
+        arrivals.append(RecordedArrival(at, prompt, 1 + round(random.expovariate(1 / 27))))
+    return arrivals
 
 
 BENCHMARKS = {"replicas": Benchmark(dropping)}

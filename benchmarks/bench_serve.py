@@ -111,7 +111,7 @@ def in_rounds(
 
 
 def figure(said: Sequence[dict[str, Any]], what: str) -> Figure:
-    return Figure.of([float(each[what]) for each in said])
+    return Figure.of([float(reply[what]) for reply in said])
 
 
 def ratio(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]], what: str) -> Figure:
@@ -121,7 +121,7 @@ def ratio(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]], what:
 def differing(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]) -> Figure:
     """Answers of all runs that are not stock's: there are to be none."""
     expected = stock[0]["answers"]
-    wrong = sum(one != other for each in said for one, other in zip(each["answers"], expected, strict=True))
+    wrong = sum(one != other for reply in said for one, other in zip(reply["answers"], expected, strict=True))
     return Figure.of([float(wrong)]).at_most(0)
 
 
@@ -209,7 +209,7 @@ def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -
     before = managed_counts(name)
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        found = model.generate_batch(
+        outputs = model.generate_batch(
             prompts(chosen),
             generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=settings,
@@ -219,8 +219,8 @@ def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -
     finally:
         processor._generation_step, state.create_equivalent_initial_request = step, again
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
-    times = [(each.created_time, each.timestamps or [time.perf_counter()]) for each in found.values()]
-    answers = [each.generated_tokens for _, each in sorted(found.items(), key=lambda item: int(item[0][4:]))]
+    times = [(output.created_time, output.timestamps or [time.perf_counter()]) for output in outputs.values()]
+    answers = [output.generated_tokens for _, output in sorted(outputs.items(), key=lambda item: int(item[0][4:]))]
     said = sum(map(len, answers))
     page_calls, given = (after - first for first, after in zip(before, managed_counts(name), strict=True))
     return {
@@ -241,9 +241,9 @@ def managed_counts(name: str) -> tuple[int, int]:
     """Calls of the driver that change what lies behind an address, and pages that someone gave for others."""
     if name not in (FIXED, FULL, OURS):
         return 0, 0
-    found = ballonet.stats()
-    given = [verbs[verb].pages for verbs in found.events.values() for verb in ("pull", "yield") if verb in verbs]
-    return sum(found.driver_calls[each] for each in PAGE_CALLS), sum(given)
+    stats = ballonet.stats()
+    given = [verbs[verb].pages for verbs in stats.events.values() for verb in ("pull", "yield") if verb in verbs]
+    return sum(stats.driver_calls[each] for each in PAGE_CALLS), sum(given)
 
 
 BENCHMARKS = {"serve": Benchmark(at_a_budget, functions), "serve-plain": Benchmark(with_memory_for_all, functions)}

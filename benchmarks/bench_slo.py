@@ -91,14 +91,16 @@ class Measuring:
         slo, first = self._quotients[-1] * self._token, self._quotients[-1] * self._first
         asked = {"tpot_slo": slo / 1e3, "ttft_slo": first / 1e3}
         with ballonet.manage(model, **asked) as one, ballonet.manage(other, **asked) as two:
-            for name, each, managed in (("first of two", model, one), ("second of two", other, two)):
-                found.append(self._row(f"{name}, {self._quotients[-1]:g} x resident", each, managed, slo, first))
+            for name, looked, managed in (("first of two", model, one), ("second of two", other, two)):
+                found.append(self._row(f"{name}, {self._quotients[-1]:g} x resident", looked, managed, slo, first))
         return found
 
     def _row(self, what: str, model: Any, managed: Any, slo: float, first: float) -> dict[str, Any]:
         token, prompt = self._times(model)
         freed = (self._pages - managed.report().pages) * ballonet.stats().page_size
-        intervals = (each for each in range(1, LAYERS + 1) if every(LAYERS, each) == managed.report().streamed)
+        intervals = (
+            interval for interval in range(1, LAYERS + 1) if every(LAYERS, interval) == managed.report().streamed
+        )
         return {
             "": what,
             "SLO, ms": round(slo, 2),

@@ -64,8 +64,8 @@ def main() -> None:
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """What was kept, machines with a GPU first, then the simulated one."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    results = [each for each in found if "figures" in each]  # a preflight has none
+    read = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [result for result in read if "figures" in result]  # a preflight has none
     gpus = [result["machine"].get("gpu", "") for result in results]
     order = sorted(range(len(results)), key=lambda place: (not gpus[place], "simulated" in gpus[place]))
     return [results[place] for place in order]
@@ -87,7 +87,7 @@ def merged(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
     it, whose first column is what they add."""
     figures = [figure for figure in result["figures"] if figure["benchmark"] == name]
     title = figures[0]["title"] if figures else ""
-    alike = all(each["title"].startswith(title) and each["columns"] == figures[0]["columns"] for each in figures)
+    alike = all(figure["title"].startswith(title) and figure["columns"] == figures[0]["columns"] for figure in figures)
     if len(figures) < 2 or not alike:
         return figures
     added = [figure["title"].removeprefix(title).strip(", ") or "as it is" for figure in figures]

@@ -307,12 +307,12 @@ def read_report(path: Path) -> tuple[Counter[str], list[str], dict[str, str]]:
         return counts, ["a test file that did not end: its counts are missing"], {}
     for case in cases:
         skipped = case.find("skipped")
-        wrong = [each for each in (case.find("failure"), case.find("error")) if each is not None]
+        wrong = [child for child in (case.find("failure"), case.find("error")) if child is not None]
         if skipped is not None:
             reasons.append(f"{case.get('name')}: {skipped.get('message')}")
             counts["skipped"] += 1
         elif wrong:
-            failures[str(case.get("name"))] = "\n".join(each.text or "" for each in wrong)[-TAIL:]
+            failures[str(case.get("name"))] = "\n".join(child.text or "" for child in wrong)[-TAIL:]
             counts["failed"] += 1
     counts["passed"] = ended - counts["failed"] - counts["skipped"]
     return +counts, reasons, failures

@@ -162,7 +162,7 @@ class Soak:
         self._over.clear()
         work = [partial(self._speak, speaker) for speaker in [*self._speakers, self._speakers[-1]]]
         work += [self._allocate, self._budgets, self._children]
-        threads = [threading.Thread(target=self._safely, args=(each, self._drawn()), daemon=True) for each in work]
+        threads = [threading.Thread(target=self._safely, args=(call, self._drawn()), daemon=True) for call in work]
         for thread in threads:
             thread.start()
         end = time.monotonic() + seconds
@@ -177,8 +177,8 @@ class Soak:
         self._after()
 
     def release(self) -> None:
-        for each in self._managed.values():
-            each.release()
+        for managed in self._managed.values():
+            managed.release()
 
     def _drawn(self) -> random.Random:
         """For one thread."""
@@ -202,13 +202,13 @@ class Soak:
                     continue
                 if how == "later":
                     way = "greedy"
-                    found = speaker.later(number, lambda: self._compare(speaker, *drawn.choice(speaker.tasks)))
+                    said = speaker.later(number, lambda: self._compare(speaker, *drawn.choice(speaker.tasks)))
                 else:
-                    found = speaker.say(number, way)
+                    said = speaker.say(number, way)
             except torch.OutOfMemoryError:
                 self.counts.count("out of memory")
                 continue
-            self._same(speaker, number, way, found)
+            self._same(speaker, number, way, said)
 
     def _compare(self, speaker: Speaker, number: int, way: str) -> None:
         self._same(speaker, number, way, speaker.say(number, way))
@@ -266,7 +266,7 @@ class Soak:
             if (child := os.fork()) == 0:
                 signal.alarm(60)  # of a child that waits for a thread that it does not have
                 made = [torch.full((drawn.randrange(1, 2**20),), 7.0) for _ in range(4)]
-                held = tensor.sum().item() == 2**11 * (2**12 - 1) and all(each.eq(7).all().item() for each in made)
+                held = tensor.sum().item() == 2**11 * (2**12 - 1) and all(block.eq(7).all().item() for block in made)
                 del made
                 os._exit(0 if held else 1)
             if status := os.waitpid(child, 0)[1]:
