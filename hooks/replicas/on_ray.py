@@ -350,6 +350,10 @@ class _Caller:
     called: float = field(default_factory=time.monotonic)  # it may be heard before it asks for news
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def is_gone(self, now: float, patience: float) -> bool:
+        """Has it asked for no news for longer than `patience`, in seconds?"""
+        return now - self.called > patience
+
 
 @dataclass(slots=True)
 class _Route:
@@ -515,7 +519,7 @@ class SupervisorActor:
 
     def _is_gone(self, front: str | None) -> bool:
         caller = None if front is None else self._callers.get(front)
-        return caller is None or time.monotonic() - caller.called > self._tuning.front_gone
+        return caller is None or caller.is_gone(time.monotonic(), self._tuning.front_gone)
 
     # -- to front ends, on any thread
 

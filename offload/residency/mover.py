@@ -188,10 +188,11 @@ class Mover:
         return self._offloaded.runs, self._in_slot.runs
 
     def look(self, first: int, end: int) -> None:
-        """Finds out which pieces of [first, end) were taken."""
-        for at, count, backing in self.range.runs(first, end - first) if end > first else ():
-            if backing == "alias":
-                self.states.move_run(PieceEvent.TAKEN, at, at + count)
+        """Finds out which pieces of [first, end) were taken. On any thread: pieces.py, Note [Readers]."""
+        with self.states.changing:
+            for at, count, backing in self.range.runs(first, end - first) if end > first else ():
+                if backing == "alias":
+                    self.states.move_run(PieceEvent.TAKEN, at, at + count)
 
     def look_for_host_pages(self, first: int, end: int) -> None:
         """Finds out which pieces of [first, end) got a page of the host or the peer instead of one of the device."""
@@ -336,11 +337,17 @@ class Mover:
     def exchange(self, piece: int, place: Place) -> bool:
         """Gives a piece that has a page of its own another one, with its bytes. False where that cannot be now. The
         caller holds a lease. DriverError."""
-        far = self.range.leads_to(piece) in FAR
-        moved = self.range.move(piece, place)
-        if moved and far == (place == "device"):
-            self.states.move_run(PieceEvent.MOVED if far else PieceEvent.TAKEN, piece, piece + 1)
-        return moved
+        with self._lock:  # or a copy of it could begin meanwhile
+            far = self.range.leads_to(piece) in FAR
+            if not far and place != "device":
+                if piece in self.saving and not self.saving.finish(piece):
+                    self.saving.give_up(piece)
+                self.states.move_run(PieceEvent.DIRTY, piece, piece + 1)
+                self.backing.release(piece, piece + 1)  # what is away may be written to, and is not marked as dirty
+            moved = self.range.move(piece, place)
+            if moved and far == (place == "device"):
+                self.states.move_run(PieceEvent.MOVED if far else PieceEvent.TAKEN, piece, piece + 1)
+            return moved
 
     def _own(self, first: int, count: int) -> int:
         self.states.move_run(PieceEvent.FETCH, first, first + count)

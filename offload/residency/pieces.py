@@ -18,12 +18,15 @@ Note [Interrupts]
     depends on nothing but what the addresses lead to.
 
 Note [Readers]
-    One thread at a time changes states. Others may read sets meanwhile: a set is replaced at once, and a piece comes to
-    its new set before it leaves the old one, so that it is never in none.
+    Changes take turns (`PieceStates.changing`). Others may read sets meanwhile: a set is replaced at once, and a piece
+    comes to its new set before it leaves the old one, so that it is never in none. Who looks where addresses lead, and
+    applies an event by that, does both in one turn: a piece that comes home between the two would count as away while
+    it is written to, and keep a backing with bytes of before.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
@@ -233,11 +236,12 @@ TABLE: Final[dict[PieceEvent, Transition]] = {
 
 class PieceStates:
     """The states of the pieces of one range, at first all RESIDENT. Calls with runs take as many steps as there are
-    runs, however many pieces."""
+    runs, however many pieces. `changing`: held while states change, see Note [Readers]."""
 
-    __slots__ = ("_of",)
+    __slots__ = ("_of", "changing")
 
     def __init__(self) -> None:
+        self.changing = threading.RLock()  # a finalizer may come in the middle of a change
         self._of: dict[PieceState, Pieces] = {
             state: Pieces() for state in PieceState if state is not PieceState.RESIDENT
         }
@@ -268,15 +272,16 @@ class PieceStates:
     def move_run(self, event: PieceEvent, first: int, end: int) -> None:
         """Applies an event to all pieces of [first, end), as `move`."""
         before, after, _, _ = TABLE[event]
-        if PieceState.RESIDENT in before and after is not PieceState.RESIDENT:
-            for gap in self._resident(first, end):
-                self._of[after].add_run(*gap)
-        for state, members in self._of.items():
-            if state in before and state is not after:
-                for run in members.within(first, end):
-                    if after is not PieceState.RESIDENT:
-                        self._of[after].add_run(*run)
-                    members.discard_run(*run)
+        with self.changing:
+            if PieceState.RESIDENT in before and after is not PieceState.RESIDENT:
+                for gap in self._resident(first, end):
+                    self._of[after].add_run(*gap)
+            for state, members in self._of.items():
+                if state in before and state is not after:
+                    for run in members.within(first, end):
+                        if after is not PieceState.RESIDENT:
+                            self._of[after].add_run(*run)
+                        members.discard_run(*run)
 
     def _resident(self, first: int, end: int) -> list[tuple[int, int]]:
         others = Pieces()

@@ -7,6 +7,7 @@ call failed can be done again; what was interrupted need not be whole, but all t
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency import kv_slots
+from ballonet.offload.residency.pieces import PieceState
 from ballonet.testing.movable import MovableKV
 
 from ..caches import kv_pages
@@ -311,3 +313,68 @@ def settle(cache: Cache, does: Operation, done: bool, again: bool) -> None:
         for length, *pair in zip(lengths, cache.elastic, cache.stock, strict=True):
             for layer in pair:
                 layer.crop(min(lengths) - length)
+
+
+# -- While another thread looks
+
+
+class InTheMiddle:
+    """A range that does something else between what a caller asks it first and the answer."""
+
+    def __init__(self, range_: Any, act: Callable[[], object]) -> None:
+        self._range = range_
+        self._acts = [act]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._range, name)
+
+    def runs(self, first: int, count: int) -> Any:
+        runs = self._range.runs(first, count)
+        while self._acts:
+            self._acts.pop()()
+        return runs
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    with started(page_size=PAGE, **SETTINGS[away]) as device:
+        cache = Cache(device, 100)
+        yield cache
+        cache.use()
+
+
+def pages_of(cache: Cache) -> MovableKV:
+    (kv_range,) = kv_ranges(cache.elastic)
+    return MovableKV(kv_range.pages)
+
+
+def test_pages_that_come_home_while_another_thread_looks_do_not_count_as_away(cache: Cache) -> None:
+    pages, looked, is_home = pages_of(cache), threading.Event(), threading.Event()
+    extent: Any = pages._extent
+
+    def wait() -> None:
+        looked.set()
+        is_home.wait(0.3)  # who looks on holds that up
+
+    assert pages.displace(1)
+    extent.mover.range = InTheMiddle(extent.range, wait)
+    other = threading.Thread(target=extent.look)
+    other.start()
+    looked.wait()
+    assert pages.bring_back(1)
+    is_home.set()
+    other.join()
+    assert pages.leads_to(1) == "device"
+    assert extent.mover.states.of(1) is PieceState.CLEAN
+
+
+def test_a_page_that_goes_to_the_host_and_home_has_what_was_written_there(cache: Cache) -> None:
+    pages = pages_of(cache)
+    assert pages.displace(1)
+    assert pages.bring_back(1), "and the host has a copy"
+    assert pages.move(1, "host")
+    for layer in (*cache.elastic, *cache.stock):
+        layer.reorder_cache(torch.tensor([1, 0]))
+    assert pages.move(1, "device")
+    press(cache.device, 9)
+    cache.check()

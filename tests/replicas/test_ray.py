@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,3 +213,11 @@ def descendants(process: int) -> set[int]:
         for child in map(int, (thread / "children").read_text().split()):
             processes |= {child, *descendants(child)}
     return processes
+
+
+def test_a_front_end_that_was_heard_before_it_asks_for_news_is_there() -> None:
+    from ballonet.hooks.replicas.on_ray import _Caller
+
+    caller = _Caller(session=1)
+    assert not caller.is_gone(time.monotonic(), patience=600.0)
+    assert caller.is_gone(caller.called + 11.0, patience=10.0)

@@ -41,8 +41,13 @@ class MovableKV:
         return self.range.leads_to(piece)
 
     def move(self, piece: int, to: Place) -> bool:
-        """Moves the piece to another page of its own. DriverError."""
-        return self.range.move(piece, to) if self._extent is None else self._extent.mover.exchange(piece, to)
+        """Moves the piece to another page of its own: not of the host while layers are read in slots, which are filled
+        from backings. DriverError."""
+        if self._extent is None:
+            return self.range.move(piece, to)
+        if to != "device" and self._tier is not None and self._tier.client.way.slots:
+            return False
+        return self._extent.mover.exchange(piece, to)
 
     def displace(self, piece: int) -> bool:
         """Copies the piece to its backing and maps it there. DriverError."""
