@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,14 +77,19 @@ class Selection:
         self._passed = {}
 
     def select(
-        self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
+        self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
-        tokens. Frees unused blocks and pages where some lack memory."""
+        tokens of `most` requests. Frees unused blocks and pages where some lack memory."""
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
-        admission, now = self._admitted(looked, active), self._memory.now()
+        admission = self._admitted(looked, active)
+        if len(looked) > most:
+            fitting = [candidate for candidate in looked if candidate[0].request_id in admission.where]
+            looked = (fitting or looked)[: int(most)]
+            admission = self._admitted(looked, active)
+        now = self._memory.now()
         taken = admission.kv + admission.activations - (now.usable - now.in_use)
         if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
             admission = self._admitted(looked, active)
@@ -152,10 +157,7 @@ class Selection:
         best = admit(demands, now, self._tuning)
         self._memory.without_reserve = self._memory.without_reserve and not best.where
         if not best.where:
-            alone = (
-                admit([demand], self._memory.free(), self._tuning) for demand in self._may_have_all(demands, active)
-            )
-            return next((admission for admission in alone if admission.where), best)
+            return next((admission for admission in self._alone(demands, active) if admission.where), best)
         if not self._cache.model.fast:
             return best
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
@@ -168,12 +170,15 @@ class Selection:
                 best = fewer if self._cache.model.costs.faster(*steps) else best
         return best
 
-    def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
-        """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
-        no other could free memory, or those that have waited for long (`ElasticScheduler.pop_unservable`)."""
-        if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
-            return [demand for demand in demands if demand.request in active]
-        return demands if self._memory.without_reserve and not active else []
+    def _alone(self, demands: list[Demand], active: Mapping[str, Any]) -> Iterator[Admission]:
+        """Yields the admission of each request that may run by itself. It may use all free memory, without a reserve,
+        if it runs and no other could free memory, or has waited for long (`ElasticScheduler.pop_unservable`)."""
+        if len(active) <= 1:
+            last = not self._others_run() and not may_grow(self._cache.on) if active else self._memory.without_reserve
+            memory = self._memory.free() if last else self._memory.now(alone=True)
+            for demand in demands:
+                if not active or demand.request in active:
+                    yield admit([demand], memory, self._tuning)
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
         """Bytes that the model's own layers have to give for these. `own`: bytes that they could give."""
