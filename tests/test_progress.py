@@ -41,6 +41,7 @@ class Loop:
         """Makes steps until all requests have ended."""
         while self._left:
             self._step(lost)
+            assert self.lost <= self.gave + 100
 
     def _step(self, lost: Lost) -> None:
         sizes, budget = dict[str, int](), min(BATCH, self.progress.tokens)

@@ -10,9 +10,9 @@ life of a request is a number of such steps, which transformers' loop makes of t
 
 In stock a request that is taken as the loop is to end is dropped, a step without tokens is an error, and an error in a
 step fails every request and ends the loop. With ballonet a step that found no memory for activations is undone by
-computing its requests again, in smaller steps (offload/policy/progress.py); where a driver call failed, they fail. Where no request can be scheduled the newest one
-gives up its blocks and is computed again later; one that has waited alone for long enough fails, and so do those that
-need more memory than there is.
+computing its requests again, in smaller steps (offload/policy/progress.py); where a driver call failed, they fail.
+Where no request can be scheduled the newest one gives up its blocks and is computed again later; one that has waited
+alone for long enough fails, and so do those that need more memory than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
@@ -108,8 +108,9 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
     """Stands for `_generation_step`: an OutOfMemoryError fails only a request for which smaller steps were tried in vain
     (offload/policy/progress.py), a DriverError those of the step, and the step waits for its inputs, see Note [Inputs
     of a step]."""
-    inputs, preemption = processor.inputs_and_outputs, processor.offloading_manager
-    stream = inputs.h2d_stream if processor.use_async_batching else inputs.compute_stream
+    inputs, pairs, preemption = processor.inputs_and_outputs, processor.use_async_batching, processor.offloading_manager
+    batch = inputs.io_pairs[inputs.current_pair].host_io if pairs else inputs
+    stream = inputs.h2d_stream if pairs else inputs.compute_stream
     if isinstance(stream, torch.cuda.Stream):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
     try:
@@ -119,7 +120,7 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
         if not isinstance(preemption, PagePreemption):
             raise
         active, scheduler, why = processor.scheduler.active_requests, preemption.scheduler, error
-        requests = _forgotten(_batch(processor))
+        requests = _forgotten(batch)
         failed = [request.state for request in requests]
         if isinstance(error, torch.OutOfMemoryError):
             why = scheduler.lose_step({request.state.request_id: request.query_length for request in requests}, error)
@@ -134,8 +135,8 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
                 _fail(processor, state, why)
     else:
         if isinstance(preemption, PagePreemption):
-            gave = [request.state.request_id for request in _batch(processor).requests_in_batch if request.has_new_token]
-            preemption.scheduler.give_tokens(gave)
+            requests = batch.requests_in_batch
+            preemption.scheduler.give_tokens([one.state.request_id for one in requests if one.has_new_token])
 
 
 def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
@@ -201,12 +202,6 @@ def _take_in(processor: Any) -> bool:
         return bool(_forgotten(batch.io_pairs[batch.current_pair].host_io))
     finally:
         batch.current_pair = 1 - batch.current_pair
-
-
-def _batch(processor: Any) -> Any:
-    """Returns the batch that was launched last, or is launched next."""
-    batch = processor.inputs_and_outputs
-    return batch.io_pairs[batch.current_pair].host_io if processor.use_async_batching else batch
 
 
 def _forgotten(batch: Any) -> list[Any]:
