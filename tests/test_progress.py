@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ballonet.offload.policy.progress import StepProgress
 from ballonet.offload.policy.tuning import Serving
 
 from .models import build
-from .serving.batches import ask, install, looping, prompts, stock
+from .serving.batches import Answer, ask, install, looping, prompts, stock
 from .serving.test_trouble import Lacking
 
 TUNING = Serving(tries=2, pause=8, lonely=3)
@@ -134,21 +135,24 @@ def test_a_lone_request_looks_for_memory_anew_after_each_token() -> None:
         progress.give(["0"])
 
 
+@settings(max_examples=15)
+@given(requests=st.integers(1, 8), tokens=st.integers(1, BATCH))
+def compare(
+    model: Any, manager: Any, asked: list[list[int]], expected: list[Answer], requests: int, tokens: int
+) -> None:
+    """Asks a loop all of it while larger steps find no memory."""
+    with Lacking(model, lambda _, new, count: count > requests or new > tokens) as lacking:
+        assert ask(manager, asked) == expected
+    assert 2 * lacking.failed <= lacking.steps + 2 * halvings([(0, 0)] * len(asked))
+
+
 @pytest.mark.usefixtures("nothing_is_left")
 def test_tokens_of_a_loop_are_right_whatever_steps_succeed() -> None:
     model, asked = build("llama", num_hidden_layers=4), prompts(8, 40)
     expected = stock(model, asked, 6)
     install(256)
     with ballonet.manage(model), looping(model, 6) as manager:
-
-        @settings(max_examples=15)
-        @given(st.integers(1, 8), st.integers(1, BATCH))
-        def check(requests: int, tokens: int) -> None:
-            with Lacking(model, lambda _, new, count: count > requests or new > tokens) as lacking:
-                assert ask(manager, asked) == expected
-            assert 2 * lacking.failed <= lacking.steps + 2 * halvings([(0, 0)] * 8)
-
-        check()
+        compare(model, manager, asked, expected)
         del manager
 
 

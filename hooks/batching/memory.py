@@ -39,13 +39,12 @@ class RequestMemory:
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
         self._aside = 0 if tuning.inflation else _stock_aside(cache, measured())  # bytes for activations only
 
-    def now(self, *, alone: bool = False) -> Memory:
-        """The memory that the requests of a batch may use; `alone`: or the only one, of which steps are made as small
-        as they have to be (offload/policy/progress.py)."""
+    def now(self, *, plain: bool = False) -> Memory:
+        """The memory that the requests of a batch may use; `plain`: if nothing were added to the reserve."""
         now = self._measured()
         used = self._cache.pages.client.displaced * self._cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        extra = self._aside if alone else self._aside + self._extra_reserve
+        extra = self._aside if plain else self._aside + self._extra_reserve
         return replace(now, reserve=now.reserve + extra, host=host)
 
     def free(self) -> Memory:

@@ -267,9 +267,8 @@ class ElasticScheduler(Scheduler):
         super().add_waiting_request(state)
 
     def lose_step(self, sizes: Mapping[str, int], why: object = "") -> torch.OutOfMemoryError | None:
-        """Notes that an admitted step of these requests, with so many new tokens of each, ran out of memory. Returns the
-        error of its request if that happened too often, with the reason of the last time; None where all are to be
-        computed again."""
+        """Notes that a step of these requests, with so many new tokens of each, found no memory. Returns the error of
+        its request if that happened too often, with the reason of the last time; None: they are computed again."""
         self._step = None  # its duration says nothing
         self.cache.model.latencies.lost += 1
         others = bool(self.active_requests.keys() - sizes.keys())
@@ -283,9 +282,9 @@ class ElasticScheduler(Scheduler):
         ((name, state),) = self.active_requests.items()
         free, budget = format_size(self.memory.free().total), format_size(self.cache.on.budget)
         return torch.OutOfMemoryError(
-            f"ballonet: no memory for token {state.current_len()} of request {name}, in {tries} steps of it alone: of a "
-            f"budget of {budget}, {free} are free. Give a larger budget (ballonet.set_budget), or drop what is not "
-            f"needed. {why}"
+            f"ballonet: no memory for token {state.current_len()} of request {name}, in {tries} steps of it alone: of "
+            f"a budget of {budget}, {free} are free. Give a larger one (ballonet.set_budget), or drop what is not needed."
+            f" {why}"
         )
 
     def give_tokens(self, requests: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,9 +155,13 @@ class Selection:
         where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
         best = admit(demands, now, self._tuning)
+        best = best if best.where else self._one(demands, active)
         self._memory.without_reserve = self._memory.without_reserve and not best.where
         if not best.where:
-            return next((admission for admission in self._alone(demands, active) if admission.where), best)
+            alone = (
+                admit([demand], self._memory.free(), self._tuning) for demand in self._may_have_all(demands, active)
+            )
+            return next((admission for admission in alone if admission.where), best)
         if not self._cache.model.fast:
             return best
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
@@ -170,15 +174,20 @@ class Selection:
                 best = fewer if self._cache.model.costs.faster(*steps) else best
         return best
 
-    def _alone(self, demands: list[Demand], active: Mapping[str, Any]) -> Iterator[Admission]:
-        """Yields the admission of each request that may run by itself. It may use all free memory, without a reserve,
-        if it runs and no other could free memory, or has waited for long (`ElasticScheduler.pop_unservable`)."""
-        if len(active) <= 1:
-            last = not self._others_run() and not may_grow(self._cache.on) if active else self._memory.without_reserve
-            memory = self._memory.free() if last else self._memory.now(alone=True)
-            for demand in demands:
-                if not active or demand.request in active:
-                    yield admit([demand], memory, self._tuning)
+    def _one(self, demands: list[Demand], active: Mapping[str, Any]) -> Admission:
+        """Admits one request, whose step is made as small as it has to be (offload/policy/progress.py): what lost steps
+        have added to the reserve is for several."""
+        memory = self._memory.now(plain=True)
+        where = admit(demands, memory, self._tuning).where
+        fitting = [demand for demand in demands if demand.request in where]
+        return admit([one for one in fitting if not active or one.request in active][:1], memory, self._tuning)
+
+    def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
+        """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
+        no other could free memory, or those that have waited for long (`ElasticScheduler.pop_unservable`)."""
+        if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
+            return [demand for demand in demands if demand.request in active]
+        return demands if self._memory.without_reserve and not active else []
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
         """Bytes that the model's own layers have to give for these. `own`: bytes that they could give."""

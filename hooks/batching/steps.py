@@ -105,9 +105,9 @@ def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:
 
 
 def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None:
-    """Stands for `_generation_step`: an OutOfMemoryError fails only a request for which smaller steps were tried in vain
-    (offload/policy/progress.py), a DriverError those of the step, and the step waits for its inputs, see Note [Inputs
-    of a step]."""
+    """Stands for `_generation_step`: an OutOfMemoryError fails only a request for which smaller steps were tried in
+    vain (offload/policy/progress.py), a DriverError those of the step, and the step waits for its inputs, see Note
+    [Inputs of a step]."""
     inputs, pairs, preemption = processor.inputs_and_outputs, processor.use_async_batching, processor.offloading_manager
     batch = inputs.io_pairs[inputs.current_pair].host_io if pairs else inputs
     stream = inputs.h2d_stream if pairs else inputs.compute_stream
