@@ -283,8 +283,7 @@ class ElasticScheduler(Scheduler):
         free, budget = format_size(self.memory.free().total), format_size(self.cache.on.budget)
         return torch.OutOfMemoryError(
             f"ballonet: no memory for token {state.current_len()} of request {name}, in {tries} steps of it alone: of "
-            f"a budget of {budget}, {free} are free. Give a larger one (ballonet.set_budget), or drop what is not needed."
-            f" {why}"
+            f"a budget of {budget}, {free} are free. Give more (ballonet.set_budget), or drop what is not needed. {why}"
         )
 
     def give_tokens(self, requests: Collection[str]) -> None:

@@ -45,7 +45,7 @@ class StepProgress:
         have memory that they will give back? Returns how often that happened to the one request, with one token and no
         others, since its last token: 0 where a smaller step comes next, or others go first."""
         requests, tokens = len(sizes), sum(sizes.values())
-        self._given, self._pause = 0, min(4 * self._pause, self._tuning.pause)
+        self._given, self._pause = 0, min(self._tuning.slower * self._pause, self._tuning.pause)
         limits = (requests // 2, math.inf) if requests > 1 else (1, tokens // 2 or math.inf)
         if limits < self._limits[-1]:
             self._limits.append(limits)

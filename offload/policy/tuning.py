@@ -351,8 +351,10 @@ class Serving:
     # A step of one token of one request, which finds no memory while no other request of its loop has any, is tried
     # again so often (progress.py). Chosen: what is short for a moment is there then.
     tries: int = 3
-    # Steps that give tokens until a larger one is tried, at most. Chosen: one step in 33 is lost where no larger one
-    # ever finds memory, and a shortage that is over has slowed down some 60 steps.
+    # Steps that give tokens until a larger one is tried: so many times as many after each lost step, half as many after
+    # each larger one, and at most this many. Chosen: one step in 33 is lost where no larger one ever finds memory, and a
+    # shortage that is over has slowed down some 60 steps.
+    slower: int = 4
     pause: int = 32
     look: float = 0.1  # s, that this loop waits (hooks/plan/machine.py)
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
