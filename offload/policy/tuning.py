@@ -352,8 +352,8 @@ class Serving:
     # again so often (progress.py). Chosen: what is short for a moment is there then.
     tries: int = 3
     # Steps that give tokens until a larger one is tried: so many times as many after each lost step, half as many after
-    # each larger one, and at most this many. Chosen: one step in 33 is lost where no larger one ever finds memory, and a
-    # shortage that is over has slowed down some 60 steps.
+    # each larger one, and at most this many. Chosen: one step in 33 is lost where no larger one ever finds memory, and
+    # a shortage that is over has slowed down some 60 steps.
     slower: int = 4
     pause: int = 32
     look: float = 0.1  # s, that this loop waits (hooks/plan/machine.py)
