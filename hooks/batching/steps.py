@@ -119,7 +119,8 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
     except (torch.OutOfMemoryError, DriverError) as error:
         if not isinstance(preemption, PagePreemption):
             raise
-        active, scheduler, why = processor.scheduler.active_requests, preemption.scheduler, error
+        active, scheduler = processor.scheduler.active_requests, preemption.scheduler
+        why: Exception | None = error
         requests = _forgotten(batch)
         failed = [request.state for request in requests]
         if isinstance(error, torch.OutOfMemoryError):
