@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -285,11 +285,6 @@ class ElasticScheduler(Scheduler):
             f"ballonet: no memory for token {state.current_len()} of request {name}, in {tries} steps of it alone: of "
             f"a budget of {budget}, {free} are free. Give more (ballonet.set_budget), or drop what is not needed. {why}"
         )
-
-    def give_tokens(self, requests: Collection[str]) -> None:
-        """Notes that a step gave each of these requests a token."""
-        if requests and self.progress.give(requests):
-            self.memory.relax_reserve()
 
     def seconds_again(self, state: Any) -> float | None:
         """Returns the time to compute all tokens of a request again; None where it is not known."""

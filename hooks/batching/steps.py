@@ -35,7 +35,7 @@ Note [Preempted]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,7 +137,7 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
     else:
         if isinstance(preemption, PagePreemption):
             requests = batch.requests_in_batch
-            preemption.scheduler.give_tokens([one.state.request_id for one in requests if one.has_new_token])
+            preemption.give_tokens([one.state.request_id for one in requests if one.has_new_token])
 
 
 def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
@@ -286,6 +286,11 @@ class PagePreemption(OffloadingManager):
         """Takes requests out of the queue that have found too little memory for a while although no request runs.
         Returns them with the reason."""
         return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.pop_unservable()
+
+    def give_tokens(self, requests: Collection[str]) -> None:
+        """Notes that a step gave each of these requests a token."""
+        if requests and self.scheduler.progress.give(requests):
+            self.scheduler.memory.relax_reserve()
 
     def _keep_for_later(self, state: Any) -> None:
         """Puts a preempted request back into the queue, as transformers does with one that it has copied to the host.

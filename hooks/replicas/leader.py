@@ -210,7 +210,7 @@ class GroupRequests:
                 self.scheduler.block_new_requests = False
                 del self.by_name[name]
             self._notify(request, None)
-        self.scheduler.give_tokens(states.keys() & dict(tokens))
+        self.preemption.give_tokens(states.keys() & dict(tokens))
 
     def compute_again(self, lacking: Sequence[RequestState], sizes: Mapping[str, int]) -> None:
         """Queues requests for which a stage had no memory, to be computed anew from all of their tokens, or fails the
