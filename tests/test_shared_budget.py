@@ -31,7 +31,7 @@ from ballonet.offload.policy.tuning import DEFAULT, Sharing
 from .core import eventually
 from .models import build, prompts
 from .pool import take_out
-from .sharing import PAGE, SIZES, Process, Watcher
+from .sharing import PAGE, SIZES, Process, Watcher, share_in
 from .tuned import Tuned
 
 MIB = 2**20
@@ -42,7 +42,7 @@ Start = Callable[..., Process]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts processes, which share a folder with this one."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     with ExitStack() as started:
 
         def begin(share: int | bool, kind: str = "tensors") -> Process:
@@ -291,7 +291,7 @@ def test_figures_are_published(
 @pytest.fixture
 def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared.Share]:
     """The part of this process, which has all that there is."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     tuned(weights={"large": 2**11})
     ballonet.install(64 * MIB, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
     shared.join(devices.of(), 16 * MIB, 0, 0, replace(DEFAULT.sharing, patience=300.0))

@@ -242,13 +242,13 @@ class Share:
         (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
         kept = False
         try:
-            same = self._closed or self._read_changes()
             if missing:
                 kept = last and self._giving.give_up(lambda: device.set_budget(self.part))
                 if not kept:
+                    self._read_changes()
                     self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
-                self._keep_ahead(same)
+                self._keep_ahead(self._read_changes())
         except (BallonetError, OSError) as error:
             self._open = False
             if not self._warned and not self._closed:
