@@ -197,9 +197,12 @@ def build(folder: TrustedFolder, part: CompanionPart = COMPANION) -> CompiledPar
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
     if compiler is None:
-        for name in sorted(os.listdir(folder.fd)):
+        for name in folder.names():
             if name.startswith(f"{stem}-") and name.endswith(".so"):
-                return CompiledPart(folder, name)
+                try:
+                    return CompiledPart(folder, name)
+                except NotTrusted as error:
+                    tell(str(error))
         raise CompanionUnavailable(f"there is no C++ compiler: none of {', '.join(COMPILERS)} is in PATH")
     name = f"{stem}-{_digest(compiler, _version(compiler))}.so"
     with contextlib.suppress(FileNotFoundError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
-import os
 import re
 import shutil
 import sys
@@ -224,7 +223,7 @@ def _kept(config: Config, names: str) -> list[Path]:
     """Returns the files of these names in the cache folder; none where it is not trusted."""
     with suppress(OSError):
         folder = TrustedFolder(cache_dir(config), make=False)
-        return sorted(folder.path / name for name in fnmatch.filter(os.listdir(folder.fd), names))
+        return [folder.path / name for name in fnmatch.filter(folder.names(), names)]
     return []
 
 

@@ -268,7 +268,7 @@ def ledgers(folder: Path | None = None) -> list[SharedLedger]:
     folder = ledger_dir() if folder is None else folder
     if not folder.is_dir():
         return []
-    names = fnmatch.filter(sorted(os.listdir(TrustedFolder(folder).fd)), "shared-*.json")
+    names = fnmatch.filter(TrustedFolder(folder).names(), "shared-*.json")
     return [SharedLedger(name.removeprefix("shared-").removesuffix(".json"), folder) for name in names]
 
 

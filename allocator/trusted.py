@@ -58,6 +58,10 @@ class TrustedFolder:
         except OSError:
             return False
 
+    def names(self) -> list[str]:
+        """Returns the names of what is in it, in order. OSError."""
+        return sorted(os.listdir(self.fd))
+
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
         """Opens a file, made for this user alone where `flags` make it. Returns the descriptor. NotTrusted; OSError."""
         try:
