@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,9 +23,9 @@ import torch
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import control, devices
-from ballonet.allocator.config import Config
+from ballonet.allocator.config import Config, ledger_dir
 from ballonet.allocator.errors import BudgetInUse, ControlRefused, LedgerDamaged, SharedBudgetError
-from ballonet.allocator.shared_ledger import SharedLedger, ledgers
+from ballonet.allocator.shared_ledger import SharedLedger, ledgers, started
 from ballonet.hooks.device import shared, shared_total
 from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.processes import WatchedProcesses
@@ -83,6 +86,38 @@ def test_process_that_needs_pages_gets_those_of_an_idle_one(start: Start) -> Non
     assert watcher.together > 14 * MIB
     assert sum(parts().values()) <= 16 * MIB
     assert all(part >= FLOOR for part in parts().values())
+
+
+def test_processes_with_other_folders_for_the_same_user_share_one_ledger(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`TMPDIR` and the runtime folder are where a process was started, the budget is the user's."""
+    first = start(16 * MIB)
+    (tmp_path / "other").mkdir()
+    for name in ("TMPDIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "other"))
+    second = start(16 * MIB)
+    assert parts().keys() == {first.pid, second.pid}
+    assert sum(parts().values()) <= 16 * MIB
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_ledger_that_is_removed_while_it_is_used_counts_nothing_twice(start: Start, what: str) -> None:
+    """Whoever has a part joins again."""
+    first, second = start(16 * MIB), start(True)
+    assert first.do(f"get {10 * MIB}") == "get"
+    if what == "file":
+        (ledger_dir() / "shared-cpu.json").unlink()
+    else:
+        shutil.rmtree(ledger_dir())
+    eventually(lambda: [len(row["parts"]) for row in change()] == [2])
+    with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
+        assert parts()[first.pid] >= 10 * MIB
+        assert second.do(f"get {8 * MIB}") == "out of memory"
+        first.do("drop")
+        assert second.do(f"get {8 * MIB}") == "get"
+    within(watcher)
+    assert sum(parts().values()) <= 16 * MIB
 
 
 def test_process_that_is_killed_gives_its_part_back(start: Start) -> None:
@@ -299,6 +334,28 @@ def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert isinstance(part, shared.Share)
     yield part
     take_out()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_part_is_lowered_where_the_ledger_was_replaced_and_another_process_has_the_bytes(
+    share: shared.Share, known: bool
+) -> None:
+    share.reserve(8 * MIB)
+    assert share.part >= 8 * MIB
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        rows = {other.pid: [started(other.pid), 0, 14 * MIB, 0]}
+        if known:
+            rows[os.getpid()] = [started(os.getpid()), 0, MIB, share.floor]
+        new = share.ledger.path.with_suffix(".other")
+        new.write_text(json.dumps({"total": 16 * MIB, "target": 16 * MIB, "parts": rows}))
+        new.replace(share.ledger.path)
+        eventually(lambda: share.part == 2 * MIB)
+        assert devices.require().budget == 2 * MIB
+        assert {pid: part.nbytes for pid, part in share.ledger.read().parts.items()} == {
+            other.pid: 14 * MIB,
+            os.getpid(): 2 * MIB,
+        }
+        other.kill()
 
 
 def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared.Share) -> None:
