@@ -1,10 +1,10 @@
 """Control from outside: `python -m ballonet budget` and `top` watch a running process and change its budget.
 
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
-user can enter (trusted.py). A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout": seconds}` has
-`{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`; `{"give":
-bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s keys; or
-it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its number,
+user can enter (trusted.py). A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout":
+seconds}` has `{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`;
+`{"give": bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s
+keys; or it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its number,
 `"device": null | number`, else they are about the first.
 
 Note [The end of a process]

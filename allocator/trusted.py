@@ -1,5 +1,5 @@
-"""Folders, and files in them, that are trusted: with code that is loaded, with what was measured, with KV of prompts, with
-the bytes that processes share, and with control sockets.
+"""Folders, and files in them, that are trusted: with code that is loaded, with what was measured, with KV of prompts,
+with the bytes that processes share, and with control sockets.
 
 Note [What is trusted]
     A folder or file belongs to this user or to root, and nobody else can write to it: no other user, and no group but
@@ -22,6 +22,7 @@ from typing import Final
 
 from .config import trust_folders
 from .errors import NotTrusted
+
 
 class TrustedFolder:
     """A folder that was checked, open for as long as this object lives.

@@ -6,8 +6,8 @@ import ctypes
 import functools
 import gc
 import os
-import signal
 import shutil
+import signal
 import socket
 import sys
 import tempfile

@@ -31,7 +31,7 @@ from .sharing import share_in
 
 ME = os.getpid()
 Spoil = Callable[[Path], None]  # has another user own a file, or be able to write to it
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to a group or user that is not its own")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, how: str) -> None:
         (folder.path / "name").symlink_to(tmp_path / "file")
     else:
         os.mkfifo(folder.path / "name")
-    with pytest.raises(NotTrusted, match="it is a link|it is no file"):
+    with pytest.raises(NotTrusted, match=r"it is a link|it is no file"):
         folder.read("name")
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_another_user_may_have_written_is_refused(tmp_path: Path, sp
     folder = TrustedFolder(tmp_path / "folder")
     folder.write("name", b"")
     spoil(folder.path / "name")
-    with pytest.raises(NotTrusted, match="it belongs to user|others can write to it"):
+    with pytest.raises(NotTrusted, match=r"it belongs to user|others can write to it"):
         folder.read("name")
 
 
@@ -272,7 +272,7 @@ def test_a_library_without_the_companions_function_is_replaced(
     compiler = next(filter(None, map(shutil.which, companion.COMPILERS)))
     command = [compiler, "-shared", "-x", "c++", "/dev/null", "-o", str(folder / compiled.name)]
     subprocess.run(command, check=True)
-    with pytest.raises(OSError, match="lacks ballonet_companion_init: it was not compiled from the sources of ballonet"):
+    with pytest.raises(OSError, match="lacks ballonet_companion_init: it was not compiled from"):
         companion.Companion(companion.build(TrustedFolder(folder)), _native.core_table(), 0)
     assert loaded(folder).path.parent != folder
     assert loaded(folder).path == folder / compiled.name

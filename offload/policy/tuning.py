@@ -262,8 +262,8 @@ class Prefixes:
     reads: int = 8
     # Requests that compute what files have until it is tried again how fast those are. Chosen.
     again: int = 16
-    # Seconds until a folder that could not be written to is tried again. Chosen: a disk that is full stays so for a while,
-    # and each try copies blocks from the device.
+    # Seconds until a folder that could not be written to is tried again. Chosen: a disk that is full stays so for a
+    # while.
     rest: float = 60.0
     # Tokens of a state, and of those computed behind it, by which it is seen whether a model goes on from one. Chosen:
     # few, as the model runs on them four times.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ballonet.allocator import companion, cuda_headers
+from ballonet.allocator.trusted import TrustedFolder
 
 pytestmark = pytest.mark.gpu
 
