@@ -273,7 +273,7 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
     assert all(watcher.most.values())
 
 
-def test_refused_join_does_nothing(start: Start, tmp_path: Path) -> None:
+def test_refused_join_does_nothing(start: Start) -> None:
     process = start(16 * MIB)
     with pytest.raises(SharedBudgetError, match="is 16MiB, and not 8MiB"), here(8 * MIB):
         pass
@@ -282,7 +282,7 @@ def test_refused_join_does_nothing(start: Start, tmp_path: Path) -> None:
     assert parts().keys() == {process.pid}
     with here(True), pytest.raises(ControlRefused, match="are left for it: ask for that or less"):
         control.ask(os.getpid(), 16 * MIB, 1.0)
-    (path,) = (tmp_path / "ballonet").glob("shared-*.json")
+    (path,) = ledger_dir().glob("shared-*.json")
     path.write_text("{")
     with pytest.raises(LedgerDamaged, match="delete the file"), here(True):
         pass

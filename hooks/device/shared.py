@@ -248,7 +248,7 @@ class Share:
                     self._read_changes()
                     self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
-                self._keep_ahead(self._read_changes())
+                self._keep_ahead()
         except (BallonetError, OSError) as error:
             self._open = False
             if not self._warned and not self._closed:
@@ -269,9 +269,10 @@ class Share:
                 self._recover()
         return same
 
-    def _keep_ahead(self, same: bool) -> None:
+    def _keep_ahead(self) -> None:
         """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
-        some or has pages on the host. `same`: the ledger seems unchanged."""
+        some or has pages on the host."""
+        same = self._read_changes()
         device = self._runtime.device
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
