@@ -88,19 +88,6 @@ def test_process_that_needs_pages_gets_those_of_an_idle_one(start: Start) -> Non
     assert all(part >= FLOOR for part in parts().values())
 
 
-def test_processes_with_other_folders_for_the_same_user_share_one_ledger(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`TMPDIR` and the runtime folder are where a process was started, the budget is the user's."""
-    first = start(16 * MIB)
-    (tmp_path / "other").mkdir()
-    for name in ("TMPDIR", "HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "other"))
-    second = start(16 * MIB)
-    assert parts().keys() == {first.pid, second.pid}
-    assert sum(parts().values()) <= 16 * MIB
-
-
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_ledger_that_is_removed_while_it_is_used_counts_nothing_twice(start: Start, what: str) -> None:
     """Whoever has a part joins again."""

@@ -289,7 +289,7 @@ class Share:
             self._grow(slack, others=False)
 
     def _recover(self) -> None:
-        """See Note [A part that the ledger lacks]. SharedBudgetError, BudgetInUse: tried again at the next look."""
+        """See Note [A part that the ledger lacks]. SharedBudgetError, BudgetInUse: tried again later."""
         me = os.getpid()
         if not self._moving.acquire(blocking=False):  # the part is being changed
             return
@@ -297,7 +297,6 @@ class Share:
             now = self.ledger.read()
             if me in now.parts and now.parts[me].nbytes == self.part:
                 return
-            self._stamp = None
             if me not in now.parts:
                 self.ledger.join(me, self._runtime.number, None if now.parts else self._total, self.floor)
             part = self._found(self.part, self.part, others=True)
