@@ -388,6 +388,8 @@ class Share:
 
     def _see(self, now: SharedParts) -> None:
         """Notes a new total, and what other processes keep."""
+        if now.total is None:  # the ledger is gone: see Note [A part that the ledger lacks]
+            return
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
         self._free = now.free // page
