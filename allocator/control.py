@@ -4,8 +4,8 @@ Each process in which ballonet is installed listens at a socket of its own, name
 user can enter (trusted.py). A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout":
 seconds}` has `{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`;
 `{"give": bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s
-keys; or it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its number,
-`"device": null | number`, else they are about the first.
+keys; or it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its
+number, `"device": null | number`, else they are about the first.
 
 Note [The end of a process]
     The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that returns
