@@ -10,6 +10,11 @@ Note [How a part moves]
     are left to a process that works it takes more free bytes; if some of its pages are on the host for want of device
     pages, or requests wait for pages (`lacks`), it takes all that it is due.
 
+Note [A part that the ledger lacks]
+    A ledger that was removed, or replaced by an older one, does not have what this process has, and others could take
+    it, too. The thread sees that at its next look. It joins again with the bytes that are free, asks others for what
+    is missing, and lowers its budget to what it got.
+
 Note [Giving while a forward runs]
     A lower budget counts at once, but a forward gives pages only at its next layer. An allocation that would fail
     before that gets the old budget back: the process gives nothing then, and is asked again.
@@ -240,6 +245,7 @@ class Share:
             if missing:
                 kept = last and self._giving.give_up(lambda: device.set_budget(self.part))
                 if not kept:
+                    self._read_changes()
                     self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
                 self._keep_ahead()
@@ -251,17 +257,26 @@ class Share:
         finally:
             device.answer_shortage(kept or self.part > before)
 
-    def _keep_ahead(self) -> None:
-        """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
-        some or has pages on the host."""
-        device = self._runtime.device
-        governor = governors.known(self._runtime)
-        standing = None if governor is None else governor.standing()
+    def _read_changes(self) -> bool:
+        """Reads the ledger if it has changed, or may have. Returns whether it seems unchanged."""
         now, stamp = self._clock(), self.ledger.stamp
         same = stamp == self._stamp
         if not same or now >= self._reread:
             self._stamp, self._reread = stamp, now + self._tuning.reread
-            self._see(self.ledger.read())
+            parts = self.ledger.read()
+            self._see(parts)
+            if (mine := parts.parts.get(os.getpid())) is None or mine.nbytes != self.part:
+                self._recover()
+        return same
+
+    def _keep_ahead(self) -> None:
+        """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
+        some or has pages on the host."""
+        same = self._read_changes()
+        device = self._runtime.device
+        governor = governors.known(self._runtime)
+        standing = None if governor is None else governor.standing()
+        now = self._clock()
         active = standing if standing is not None and standing.active else None
         lacking = self._lacks + (0 if active is None else active.away * device.page_size)
         slack, wanted = self._total // self._tuning.step, self.part + lacking
@@ -272,6 +287,24 @@ class Share:
             self._open = self._open if due is None else due < wanted
         elif active and self._free and device.available * device.page_size < max(slack, self.part // 3):
             self._grow(slack, others=False)
+
+    def _recover(self) -> None:
+        """See Note [A part that the ledger lacks]. SharedBudgetError, BudgetInUse: tried again later."""
+        me = os.getpid()
+        if not self._moving.acquire(blocking=False):  # the part is being changed
+            return
+        try:
+            now = self.ledger.read()
+            if me in now.parts and now.parts[me].nbytes == self.part:
+                return
+            if me not in now.parts:
+                self.ledger.join(me, self._runtime.number, None if now.parts else self._total, self.floor)
+            part = self._found(self.part, self.part, others=True)
+            self.ledger.lower_to(me, self.part)
+            if part < self.part:
+                self._lower(max(part, self.floor), self._tuning.patience)
+        finally:
+            self._moving.release()
 
     def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
         """Raises the part by so many bytes, and a step more if that is free. `others`: ask other processes. `urgent`:
@@ -355,6 +388,8 @@ class Share:
 
     def _see(self, now: SharedParts) -> None:
         """Notes a new total, and what other processes keep."""
+        if now.total is None:  # the ledger is gone: see Note [A part that the ledger lacks]
+            return
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
         self._free = now.free // page
