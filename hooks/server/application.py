@@ -30,7 +30,8 @@ OPEN: Final = ("/health",)  # routes that need no key
 class Address:
     """A server's address and limits. `key`: clients send it as `Authorization: Bearer KEY`; None: no check.
     `waiting`: requests of a model that may wait. `grace`: seconds that requests may take to end at a shutdown.
-    `as_json`: is a line of JSON printed once it listens?"""
+    `as_json`: is a line of JSON printed once it listens? `names`: that clients ask for, of each model; none: those it
+    was started with. `own_templates`: may clients send chat templates?"""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -38,6 +39,8 @@ class Address:
     waiting: int = 1024
     grace: float = 30.0
     as_json: bool = False
+    names: tuple[str, ...] = ()
+    own_templates: bool = False
 
 
 class _Listening(uvicorn.Server):

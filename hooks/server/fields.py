@@ -54,9 +54,9 @@ class Checked(Struct, forbid_unknown_fields=True, kw_only=True):
     off: ClassVar[tuple[str, ...]] = ()  # the fields of type No
 
     def __post_init__(self) -> None:
-        for name in self.off:
-            if getattr(self, name):
-                raise ValueError(f"field `{name}` can only be false")
+        for name, shown in zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True):
+            if name in self.off and getattr(self, name):
+                raise ValueError(f"field `{shown}` can only be false")
 
 
 class CacheHint(Checked, kw_only=True):

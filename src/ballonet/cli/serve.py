@@ -1,4 +1,4 @@
-"""`serve`, transformers' OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
+"""`serve`, an OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
 replayed against a server, and how fast it answered.
 """
 
@@ -37,6 +37,17 @@ def add_serve(commands: Any) -> None:
         "--api-key", metavar="KEY", help="what clients have to send; needed unless --host is this machine"
     )
     parser.add_argument("--no-api-key", action="store_true", help="anybody may ask, also from other machines")
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        help="names that clients ask for, one for each model (default: as the models are given)",
+    )
+    parser.add_argument(
+        "--allow-client-templates",
+        action="store_true",
+        help="requests may bring a chat template, which is a program of the client's",
+    )
     parser.add_argument(
         "--waiting", metavar="N", type=arguments.count, default=1024, help="requests that may wait (default: 1024)"
     )
@@ -107,7 +118,11 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..offload.timeline import recorder
 
     replicated = serve_replicas.is_replicated(args, options)
-    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace, args.json)
+    names = tuple(args.served_model_name or args.models)
+    if len(names) != len(args.models) or len(set(names)) != len(names):
+        raise ConfigError("--served-model-name: give as many names as models, and no two the same")
+    own = args.allow_client_templates
+    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace, args.json, names, own)
     check_free(args.host, args.port)
     if replicated:
         return serve_replicas.server(args, address, say)
