@@ -133,13 +133,13 @@ class Application:
     def run(self, close: Callable[[], object]) -> None:
         """Serves until SIGINT or SIGTERM. Then it takes no new requests, and ends those that still run after a while
         with an error. `close` is called at the end."""
-        tuning = governors.composed_with().tuning.serving
+        tuning = governors.composed_with().tuning.clients
         config = uvicorn.Config(
             self.app,
             host=self._address.host,
             port=self._address.port,
             log_level="warning",
-            timeout_keep_alive=tuning.idle_connection,
+            timeout_keep_alive=tuning.idle,
             timeout_graceful_shutdown=round(self._address.grace + tuning.told),
         )
         before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its own shutdown
