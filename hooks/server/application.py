@@ -4,18 +4,13 @@ handlers cannot use, too, keys, and a shutdown that finishes running requests.
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import json
 import os
-import signal
-import socket
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from jinja2 import TemplateError
@@ -33,11 +28,15 @@ from ...allocator.errors import ConfigError
 from ..device import governors
 from ..watch import registry
 from . import body, tenants
+from .anteroom import Anteroom
+from .connections import Connections, most_connections, raise_files
+from .doors import Doors
+from .ending import Listening, Watchdog
+from .engine import Denial
 from .load import SLOS
 from .loading import Models
 from .tenants import asked_seed, asked_slo
 
-OPEN = ("/health",)  # paths that need no key
 CLOSED = {  # paths of transformers' server that load other models, or forget those that there are
     "/load_model": "this server serves the models that it was started with",
     "/reset": "this server serves the models that it was started with",
@@ -86,30 +85,16 @@ class Responses(_Templated, response.ResponseHandler):
 
 @dataclass(frozen=True)
 class Address:
-    """A server's address and limits. `key`: clients send it as `Authorization: Bearer KEY`; None: no check.
+    """A server's address and limits. `doors`: who may ask.
     `waiting`: requests of a model that may wait. `grace`: seconds that requests may take to end at a shutdown.
     `as_json`: is a line of JSON printed once it listens?"""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    key: str | None = None
+    doors: Doors = field(default_factory=Doors)
     waiting: int = 1024
     grace: float = 30.0
     as_json: bool = False
-
-
-class _Listening(uvicorn.Server):
-    """A uvicorn server that ends the remaining requests `grace` seconds after a shutdown begins."""
-
-    def __init__(self, config: uvicorn.Config, grace: float, tell: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._grace = grace
-        self._tell = tell
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        telling = asyncio.get_running_loop().call_later(self._grace, self._tell)
-        await super().shutdown(sockets)
-        telling.cancel()
 
 
 class Application:
@@ -130,25 +115,17 @@ class Application:
         self._say = say
         self.app = self._application()
 
-    def run(self, close: Callable[[], object]) -> None:
-        """Serves until SIGINT or SIGTERM. Then it takes no new requests, and ends those that still run after a while
-        with an error. `close` is called at the end."""
-        tuning = governors.composed_with().tuning.clients
-        config = uvicorn.Config(
-            self.app,
-            host=self._address.host,
-            port=self._address.port,
-            log_level="warning",
-            timeout_keep_alive=tuning.idle,
-            timeout_graceful_shutdown=round(self._address.grace + tuning.told),
-        )
-        before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its own shutdown
-        try:
-            with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
-                _Listening(config, self._address.grace, self._loops.tell).run()
-        finally:
-            close()
-            signal.signal(signal.SIGTERM, before)
+    def run(self, close: Callable[[], object], anteroom: Anteroom) -> None:
+        """Serves at the sockets of `anteroom` until SIGINT or SIGTERM. Then it takes no new requests, and ends those
+        that still run after a while with an error. `close` is called at the end."""
+        tuning, grace = governors.composed_with().tuning.clients, self._address.grace
+        connections = Connections(most_connections(raise_files(), tuning), tuning)
+        listening = Listening(self.app, connections, grace, self._loops.tell)
+        with Watchdog(grace + tuning.told + tuning.hung):
+            try:
+                listening.run(anteroom.leave())
+            finally:
+                close()
 
     def _application(self) -> FastAPI:
         models, loops = self._models, self._loops
@@ -179,13 +156,13 @@ class Application:
         app.add_middleware(_Checked, refused=self._refused)
         app.exception_handler(HTTPException)(_refused)
         app.exception_handler(TemplateError)(_unfit)
+        app.exception_handler(Denial)(_denied)
+        self._address.doors.guard(app.routes)
         return app
 
     async def _refused(self, request: Request) -> JSONResponse | None:
         """Returns the refusal of a request without a key, for a model that is not served, or with an invalid SLO; None
         where it may be computed. Notes valid SLOs."""
-        if request.url.path not in OPEN and not self._has_key(request):
-            return refusal(401, "an API key is needed: Authorization: Bearer KEY")
         if (why := CLOSED.get(request.url.path)) is not None:
             return refusal(403, why)
         if request.method == "POST":
@@ -208,12 +185,6 @@ class Application:
             return refusal(400, str(error))
         asked_slo.set((ttft, tpot) if any(given) else None)
         return None
-
-    def _has_key(self, request: Request) -> bool:
-        if self._address.key is None:
-            return True
-        sent = request.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
-        return hmac.compare_digest(sent, f"Bearer {self._address.key}".encode())
 
 
 class _Checked:
@@ -246,6 +217,10 @@ class _Checked:
 
 async def _unfit(_: Request, error: TemplateError) -> JSONResponse:
     return refusal(400, f"the model's chat template does not take these messages: {error}")
+
+
+async def _denied(_: Request, denial: Denial) -> JSONResponse:
+    return refusal(denial.status, denial.message)
 
 
 async def _refused(_: Request, error: HTTPException) -> JSONResponse:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from msgspec import msgpack
 
-from ...allocator.config import environment
+from ...allocator.config import API_KEY, environment
 from ...allocator.errors import ManageError
 from ...offload.policy.tuning import DEFAULT, Clients
 from .engine import Denial
@@ -148,7 +148,7 @@ class RenderPool:
         self._forker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             memory = self._tuning.render_memory, self._tuning.render_kept
-            kept = {name: value for name, value in environment().items() if name != "BALLONET_API_KEY"}
+            kept = {name: value for name, value in environment().items() if name != API_KEY}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program(theirs.fileno(), self._prepared, *memory)],
                 stdin=subprocess.DEVNULL,

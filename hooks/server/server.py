@@ -21,6 +21,7 @@ from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..watch.registry import Addition
+from .anteroom import Anteroom
 from .application import Address, Application
 from .loading import load, models_on
 from .tenants import Tenants
@@ -75,9 +76,9 @@ class Server:
         self._figures = RequestCollector(self.tenants)
         self.app = self._application.app
 
-    def run(self) -> None:
+    def run(self, anteroom: Anteroom) -> None:
         """Serves as `Application.run` does, and releases the models at the end."""
-        self._application.run(self.close)
+        self._application.run(self.close, anteroom)
 
     def close(self) -> None:
         """Ends the loops, and frees the models' memory."""
