@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
+from ..server.anteroom import Anteroom
 from ..server.application import Address, Application
 from ..watch.registry import Addition
 from .channel import Wakeup
@@ -179,9 +180,9 @@ class ReplicaServer:
             self.close()
             raise
 
-    def run(self) -> None:
+    def run(self, anteroom: Anteroom) -> None:
         """Serves until SIGINT or SIGTERM. Running requests may end within a while, then fail; then replicas end."""
-        self._application.run(self.close)
+        self._application.run(self.close, anteroom)
 
     def close(self) -> None:
         """Ends all requests, the supervisor and the replicas. Idempotent."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -19,7 +21,7 @@ from .responses import ResponsesEndpoint
 from .served import Models, Served
 
 
-def endpoints(models: Models, lifespan: Any = None) -> Starlette:
+def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middleware] = ()) -> Starlette:
     """Makes the application. Whoever puts something before its routes may raise Denial."""
 
     async def listed(_: Call) -> Response:
@@ -53,6 +55,7 @@ def endpoints(models: Models, lifespan: Any = None) -> Starlette:
             route("GET", "/health", health),
         ],
         lifespan=lifespan,
+        middleware=middleware,
         exception_handlers={HTTPException: denied, Denial: denied},
     )
 

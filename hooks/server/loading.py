@@ -23,7 +23,7 @@ from ..weights.model_parts import bytes_of_weights
 from .engine import Engine
 from .rendering import Source, tokenizer_of
 from .requests import Defaults
-from .served import Served, ends_of
+from .served import Renderer, Served, ends_of
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -57,27 +57,36 @@ def loaded(name: str, device: Device, say: Callable[[str], object]) -> Any:
     return load(name, device)
 
 
-def described(name: str, engine: Engine, shown: str, *, own_templates: bool, model: Any = None) -> Served:
-    """Describes a model to endpoints. `shown`: the name that clients ask for; `own_templates`: may they send chat
-    templates? `model`: it; None: its files say the same. ManageError, also for a model with images."""
+def source_of(name: str, *, own_templates: bool) -> Source:
+    """Returns where a model's tokenizer is. `own_templates`: may clients send chat templates? ManageError, also for a
+    model that takes more than text."""
     repository, revision = parts_of(name)
     try:
-        config = AutoConfig.from_pretrained(repository, revision=revision) if model is None else model.config
+        config = AutoConfig.from_pretrained(repository, revision=revision)
         source = Source(repository, revision, config.model_type, own_templates)
-        tokenizer = tokenizer_of(source)
-        generation = _generation(repository, revision, config) if model is None else model.generation_config
-    except (OSError, ValueError) as error:
-        raise ManageError(f"{name} cannot be served: {error}") from error
-    text = config.get_text_config(decoder=True)
-    if text is not config:
+        tokenizer_of(source)
+    except Exception as error:  # any error: files and transformers may raise anything
+        raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    if config.get_text_config(decoder=True) is not config:
         raise ManageError(f"{name} takes more than text, which this server does not: its part for text can be served")
-    longest, ends = longest_sequence(config) or None, ends_of(generation, tokenizer)
-    return Served(shown, engine, source, longest, text.vocab_size, ends, Defaults.of(generation))
+    return source
 
 
-def _generation(repository: str, revision: str, config: Any) -> GenerationConfig:
+def described(shown: str, engine: Engine, source: Source, renderer: Renderer, model: Any = None) -> Served:
+    """Describes a model to endpoints. `shown`: the name that clients ask for; `model`: it; None: its files say the
+    same."""
+    if model is None:
+        config = AutoConfig.from_pretrained(source.name, revision=source.revision)
+        generation = _generation(source, config)
+    else:
+        config, generation = model.config, model.generation_config
+    longest, ends = longest_sequence(config) or None, ends_of(generation, tokenizer_of(source))
+    return Served(shown, engine, source, renderer, longest, config.vocab_size, ends, Defaults.of(generation))
+
+
+def _generation(source: Source, config: Any) -> GenerationConfig:
     try:
-        return GenerationConfig.from_pretrained(repository, revision=revision)
+        return GenerationConfig.from_pretrained(source.name, revision=source.revision)
     except OSError:  # it has none
         return GenerationConfig.from_model_config(config)
 

@@ -19,7 +19,7 @@ from .fields import FunctionTool
 
 
 class Source(Struct, frozen=True):
-    """Where a model's tokenizer is. `family`: its `model_type`; `own_templates`: may clients send a template?"""
+    """Where a model's tokenizer is, on the hub or in a folder. `family`: its `model_type`; `own_templates`: may clients send a template?"""
 
     name: str
     revision: str = "main"

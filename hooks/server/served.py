@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio.to_thread
-
 from .engine import Denial, Engine
+from .render_pool import RenderPool
 from .rendering import Job, Rendered, Source, answer_template, render, tokenizer_of
 from .requests import Defaults
 
 
-async def in_a_thread(source: Source, job: Job) -> Rendered:
-    """Does a job beside the event loop. Denial."""
-    return await anyio.to_thread.run_sync(render, source, job)
+Renderer = Callable[[Source, Job], Awaitable[Rendered]]
+
+
+def pooled(pool: RenderPool) -> Renderer:
+    """Makes what does jobs in processes."""
+    return functools.partial(pool.run, f"{render.__module__}:{render.__name__}", result=Rendered)
+
+
+def prepared_by(sources: Iterable[Source]) -> tuple[Any, ...]:
+    """Returns the jobs by which processes load what they need of models."""
+    return tuple((f"{answer_template.__module__}:{answer_template.__name__}", (source,)) for source in sources)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A served model. `name`: that clients ask for; `longest`: tokens of a sequence, None: without a limit;
-    `vocabulary`: tokens that there are; `ends`: tokens that end an answer; `created`: seconds since 1970;
-    `renderer`: does jobs."""
+    """A served model. `name`: that clients ask for; `renderer`: does jobs beside the event loop; `longest`: tokens of a
+    sequence, None: without a limit; `vocabulary`: tokens that there are; `ends`: tokens that end an answer; `created`:
+    seconds since 1970."""
 
     name: str
     engine: Engine
     source: Source
+    renderer: Renderer
     longest: int | None
     vocabulary: int
     ends: tuple[int, ...] = ()
     defaults: Defaults = field(default_factory=Defaults)
     created: int = field(default_factory=lambda: int(time.time()))
-
-    renderer: Callable[[Source, Job], Awaitable[Rendered]] = in_a_thread
 
     @property
     def tokenizer(self) -> Any:
@@ -47,7 +54,7 @@ class Served:
         return answer_template(self.source)
 
     async def render(self, job: Job) -> Rendered:
-        """Does a request's job beside the event loop. Denial."""
+        """Does a request's job. Denial."""
         return await self.renderer(self.source, job)
 
     def most(self, prompt: int, given: int | None) -> int:

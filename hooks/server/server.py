@@ -20,9 +20,11 @@ from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..watch.registry import Addition
+from .anteroom import Anteroom
 from .application import Address, Application
-from .loading import described, load
-from .served import Models
+from .loading import described, load, source_of
+from .render_pool import RenderPool
+from .served import Models, pooled, prepared_by
 from .tenants import Loop
 
 
@@ -65,29 +67,35 @@ class Server:
         ContinuousBatchingConfig. ManageError where a model cannot be found or loaded, torch.OutOfMemoryError."""
         self.loops: dict[str, Loop] = {}
         self._handles: list[Managed] = []
+        sources = [source_of(name, own_templates=address.own_templates) for name in names]
+        self._pool = RenderPool(prepared_by(sources))
         grid = Grid(*governors.composed_with(device).tuning.serving.measured) if len(names) > 1 else None
         served = []
-        for name, shown in zip(names, address.names or names, strict=True):
-            say(f"loading {name}")
-            model = load(name, device)
-            loop = Loop(model, ContinuousBatchingConfig(**batching), address.waiting)
-            served.append(described(name, loop, shown, own_templates=address.own_templates, model=model))
-            # measured first, so that its iteration times are known while other models run
-            self._handles.append(managed(model, options, grid=grid))
-            self.loops[name] = loop
-            say(f"{name}: {self._handles[-1]!r}")
+        try:
+            for name, shown, source in zip(names, address.names or names, sources, strict=True):
+                say(f"loading {name}")
+                model = load(name, device)
+                # measured first, so that its iteration times are known while other models run
+                self._handles.append(managed(model, options, grid=grid))
+                loop = self.loops[name] = Loop(model, ContinuousBatchingConfig(**batching), address.waiting)
+                served.append(described(shown, loop, source, pooled(self._pool), model))
+                say(f"{name}: {self._handles[-1]!r}")
+        except BaseException:
+            self._pool.close()
+            raise
         self._models = Models(served)
         self._application = Application(self._models, address, say)
         self._figures = RequestCollector(self.loops)
         self.app = self._application.app
 
-    def run(self) -> None:
+    def run(self, anteroom: Anteroom) -> None:
         """Serves as `Application.run` does, and releases the models at the end."""
-        self._application.run(self.close)
+        self._application.run(self.close, anteroom)
 
     def close(self) -> None:
         """Ends the loops, and frees the models' memory."""
         self._figures.close()
+        self._pool.close()
         self._models.close()
         self.loops.clear()
         while self._handles:

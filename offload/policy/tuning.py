@@ -397,11 +397,6 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
-    # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
-    told: float = 5.0
-    # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
-    # nginx 60 s), as a request fails that is sent while the server closes its connection. Chosen.
-    idle_connection: int = 75
     # Rounding to pages may take 1/32 of what the weights leave (layout.py): pages of 256 KiB for the model of the
     # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
     # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.
@@ -432,6 +427,47 @@ class Serving:
     violations: int = 3
     window: int = 5
     factor: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """What clients may take of a server (hooks/server). Seconds, bytes and counts."""
+
+    # Seconds for the line and the headers of a request, from the connection or its first byte on. Chosen.
+    headers: float = 20.0
+    # Seconds for each `piece` of a body: the slowest client sends 4 KiB a second. Chosen.
+    body: float = 60.0
+    piece: int = 2**18
+    # Seconds that a client which reads nothing of its answer is waited for, once the kernel's buffers are full. Chosen.
+    reader: float = 60.0
+    # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
+    # nginx 60 s), as a request fails that is sent while the server closes its connection. Chosen.
+    idle: int = 75
+    sweep: float = 1.0  # s, between two looks at all connections: 1 ms for 4,000 (measured)
+    # Connections at once: less where the process may have fewer files, of which it needs `files` more (at most a
+    # quarter of all) for models and prefixes. Chosen: more than clients of one machine's models have.
+    connections: int = 4096
+    files: int = 256
+    # Lines of the log in a second, of each logger: a client may cause one with each request. Chosen.
+    lines: int = 20
+    # Bytes of a body: so many for each token of the longest sequence, and so many for all else (schemas, tools, short
+    # prompts together). Text has 4 bytes a token in English, ids 7; escaped text three times as many. Of all bodies
+    # that have come in part at once: an eighth of a small machine's memory. Chosen.
+    token: int = 16
+    rest: int = 2**20
+    bodies: int = 2**28
+    # Processes that render and tokenize: prompts of a million tokens take seconds each, others a millisecond. A job
+    # beyond its seconds or bytes ends with its process; one that keeps more than `kept` is replaced. Chosen.
+    renderers: int = 4
+    render: float = 20.0
+    render_memory: int = 2**30
+    render_kept: int = 2**26
+    # Jobs that wait for such a process. Chosen: as requests may wait for a model.
+    jobs: int = 1024
+    # Seconds that requests have to be told that a shutdown ends them, before connections are closed, and that all else
+    # has after that, before the process is ended. Chosen.
+    told: float = 5.0
+    hung: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -682,6 +718,7 @@ class Tuning:
     pieces: PieceForwards = field(default_factory=PieceForwards)
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
+    clients: Clients = field(default_factory=Clients)
     replicas: Replicas = field(default_factory=Replicas)
     planning: Planning = field(default_factory=Planning)
     watching: Watching = field(default_factory=Watching)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import time
-import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ballonet.hooks.sampling.settings import ChosenToken
 from ballonet.hooks.server.application import Address, Application
+from ballonet.hooks.server.doors import Doors
 from ballonet.hooks.server.engine import Denial, Generation, Update
-from ballonet.hooks.server.rendering import Source
+from ballonet.hooks.server.rendering import Job, Rendered, Source, render
 from ballonet.hooks.server.requests import Defaults
 from ballonet.hooks.server.served import Models, Served
 
@@ -111,6 +113,11 @@ def chosen(generation: Generation, token: int) -> ChosenToken:
     return ChosenToken(token, logprob, tuple(((token + n) % 256, logprob - n) for n in range(count)))
 
 
+async def in_a_thread(source: Source, job: Job) -> Rendered:
+    """Does a job; servers have processes for it."""
+    return await asyncio.to_thread(render, source, job)
+
+
 class Scene:
     """A server in a thread, of one model, with an engine by a script."""
 
@@ -119,9 +126,9 @@ class Scene:
         source = Source(saved_tokenizer(folder, chat), family=family, own_templates=more.pop("own_templates", False))
         self.engine = Scripted(PreTrainedTokenizerFast.from_pretrained(source.name))
         settings = {"longest": LONGEST, "vocabulary": 258, "ends": (END,), "defaults": Defaults()} | more
-        self.served = Served(NAME, self.engine, source, **settings)
+        self.served = Served(NAME, self.engine, source, in_a_thread, **settings)
         self.key = "a key"
-        self.app = Application(Models([self.served]), Address(key=self.key), lambda line: None).app
+        self.app = Application(Models([self.served]), Address(doors=Doors(self.key)), lambda line: None).app
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="critical"))

@@ -76,7 +76,7 @@ def tells(self):
     held.unlink(missing_ok=True)
 
 ContinuousBatchProcessor._generation_step, Loop.tell = waits, tells
-with tuning(serving={"told": 600.0}):
+with tuning(clients={"told": 600.0}):
     sys.exit(main(sys.argv[2:]))
 """
 
