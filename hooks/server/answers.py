@@ -1,5 +1,5 @@
-"""Answers as text: tokens become characters, stop strings end them, and parsers divide them into text, reasoning and calls
-of tools.
+"""Answers as text: tokens become characters, stop strings end them, and parsers divide them into text, reasoning and
+calls of tools.
 """
 
 from __future__ import annotations

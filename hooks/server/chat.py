@@ -11,14 +11,14 @@ import msgspec
 from msgspec import Struct
 from starlette.responses import Response
 
+from ..sampling.settings import ChosenToken
 from . import requests
 from .answers import Draft, Said, Tokens, Usage, together, told
 from .fields import FunctionTool, decoded
 from .http import Call, answered, streamed
 from .messages import template_messages
 from .rendering import Conversation
-from ..sampling.settings import ChosenToken
-from .served import Models, Served
+from .served import Models
 from .turns import Turn, Wanted, turn
 
 Reason = Literal["stop", "length", "tool_calls"]
@@ -72,7 +72,7 @@ class ChatMessage(Struct, frozen=True):
     """What an assistant said."""
 
     content: str | None
-    reasoning_content: str | None | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[FunctionCall] | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
@@ -124,7 +124,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Chats:
@@ -155,7 +155,9 @@ def _wanted(body: requests.Chat) -> Wanted:
     )
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return Wanted(conversation, tools, choice, body.parallel_tool_calls is not False, body.response_format, logprobs, most)
+    return Wanted(
+        conversation, tools, choice, body.parallel_tool_calls is not False, body.response_format, logprobs, most
+    )
 
 
 def tool_chosen(tools: Sequence[FunctionTool], choice: Any) -> str | FunctionTool:
@@ -279,9 +281,7 @@ class _Answer:
 
     def _chunk(self, *choices: ChunkChoice, usage: Usage | None = None) -> ChatChunk:
         shown = usage if self._body.tells_usage else msgspec.UNSET
-        return ChatChunk(
-            id=self._id, created=self._created, model=self._body.model, choices=[*choices], usage=shown
-        )
+        return ChatChunk(id=self._id, created=self._created, model=self._body.model, choices=[*choices], usage=shown)
 
     @property
     def _usage(self) -> Usage:

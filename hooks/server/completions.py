@@ -50,7 +50,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextCompletions:
@@ -111,7 +111,9 @@ class _Answer:
             for number in self._best(range(first, first + self._tries))
         ]
         choices = [
-            CompletionChoice(index, self._texts[number], draft.ended or "stop", self._logprobs(draft.tokens, draft.offsets))
+            CompletionChoice(
+                index, self._texts[number], draft.ended or "stop", self._logprobs(draft.tokens, draft.offsets)
+            )
             for index, number in enumerate(kept)
             for draft in [self._drafts[number]]
         ]
@@ -185,12 +187,8 @@ class _Answer:
             list(offsets),
         )
 
-    def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | None | msgspec.UnsetType
-    ) -> Completion:
-        return Completion(
-            id=self._id, created=self._created, model=self._body.model, choices=choices, usage=usage
-        )
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._body.model, choices=choices, usage=usage)
 
     @property
     def _usage(self) -> Usage:

@@ -1,9 +1,9 @@
 """The types that fields of requests share, with their ranges, and what becomes of a field that is wrong.
 
 Note [Every field has an effect]
-    A field that a client sends is honoured, or has no effect by definition (docs/using.md lists these), or is refused by
-    name. So every struct here forbids unknown fields, and a field of OpenAI's that has no effect here is typed as what
-    stands for its absence: None, an empty list, the one value that a server without the feature has anyway.
+    A field that a client sends is honoured, or has no effect by definition (docs/using.md lists these), or is refused
+    by name. So every struct here forbids unknown fields, and a field of OpenAI's that has no effect here is typed as
+    what stands for its absence: None, an empty list, the one value that a server without the feature has anyway.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a request costs before its model: chat templates, tokenizing, compiling of grammars. `render` does one job, all of
-whose input and output can be sent to another process, which needs no torch: so names of transformers are imported here,
-and not by hooks/compat.py.
+"""What a request costs before its model: chat templates, tokenizing, compiling of grammars. `render` does one job, all
+of whose input and output can be sent to another process, which needs no torch: so names of transformers are imported
+here, and not by hooks/compat.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .fields import FunctionTool
 
 
 class Source(Struct, frozen=True):
-    """Where a model's tokenizer is, on the hub or in a folder. `family`: its `model_type`; `own_templates`: may clients send a template?"""
+    """Where a model's tokenizer is, on the hub or in a folder. `family`: its `model_type`; `own_templates`: may clients
+    send a template?"""
 
     name: str
     revision: str = "main"
@@ -55,7 +56,7 @@ class Rendered(Struct, frozen=True):
     grammar: str | None = None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tokenizer_of(source: Source) -> Any:
     """Loads a tokenizer, once in a process. OSError, ValueError."""
     from transformers import AutoTokenizer
@@ -66,7 +67,7 @@ def tokenizer_of(source: Source) -> Any:
     return tokenizer
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def answer_template(source: Source) -> dict[str, Any] | None:
     """Returns how answers of a model are divided into text, reasoning and calls, by its tokenizer or its family; None:
     that is not known."""
@@ -131,7 +132,7 @@ def _chat(source: Source, chat: Conversation) -> str:
         raise _wrong("messages", f"the model's chat template does not take these messages: {error}") from None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reserved() -> frozenset[str]:
     """Names that are no variables of a template: those of what renders it."""
     from transformers import PreTrainedTokenizerBase
@@ -164,7 +165,9 @@ _PLAIN: Final = re.compile(r"(?:\\s\*)?([^\\^$.|?*+()\[\]{}]+)")  # a delimiter 
 def _with_calls(source: Source, tools: tuple[FunctionTool, ...]) -> str:
     """The grammar of a text in which calls have the model's own form."""
     calls = (answer_template(source) or {}).get("fields", {}).get("tool_calls", {})
-    opening, closing = (_PLAIN.fullmatch(calls.get(name, calls.get(f"{name}_pattern", ""))) for name in ("open", "close"))
+    opening, closing = (
+        _PLAIN.fullmatch(calls.get(name, calls.get(f"{name}_pattern", ""))) for name in ("open", "close")
+    )
     shape = {"type": "function", "function": "{content}"}
     if not opening or not closing or (calls.get("content"), calls.get("transform")) != ("json", shape):
         raise _wrong("tools", "strict functions need tool_choice required or a named one: no grammar holds other calls")

@@ -163,7 +163,9 @@ class Completions(Asked, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.best_of is not None and (self.best_of < (self.n or 1) or (self.stream and self.best_of > (self.n or 1))):
+        if self.best_of is not None and (
+            self.best_of < (self.n or 1) or (self.stream and self.best_of > (self.n or 1))
+        ):
             raise ValueError("field `best_of` is n at least, and more only without stream")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("field `max_tokens` is 0, which needs echo")

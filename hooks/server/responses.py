@@ -118,9 +118,7 @@ class _Answer:
             yield self._event("response.reasoning_text.delta", item, content_index=0, delta=part.text)
         else:
             content["logprobs"] += self._told
-            yield self._event(
-                "response.output_text.delta", item, content_index=0, delta=part.text, logprobs=self._told
-            )
+            yield self._event("response.output_text.delta", item, content_index=0, delta=part.text, logprobs=self._told)
         self._told = []
 
     def _opened(self, part: Said) -> Iterator[Event]:

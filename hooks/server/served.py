@@ -13,7 +13,6 @@ from .render_pool import RenderPool
 from .rendering import Job, Rendered, Source, answer_template, render, tokenizer_of
 from .requests import Defaults
 
-
 Renderer = Callable[[Source, Job], Awaitable[Rendered]]
 
 

@@ -84,7 +84,9 @@ def _form(model: Served, body: Asked, wanted: Wanted) -> tuple[str | None, tuple
     if not offered:
         return grammar, ()
     if grammar is not None:
-        raise Denial(400, "tool_choice: calls and a format exclude each other: give none", "invalid_value", "tool_choice")
+        raise Denial(
+            400, "tool_choice: calls and a format exclude each other: give none", "invalid_value", "tool_choice"
+        )
     if isinstance(wanted.choice, FunctionTool):
         return grammars.of_arguments(wanted.choice), ()
     if wanted.choice == "required":
@@ -122,16 +124,12 @@ def generation_of(
         raise Denial(400, f"min_tokens: {body.min_tokens} is more than {most}", "invalid_value", "min_tokens")
     ends = (*(() if body.ignore_eos else model.ends), *(body.stop_token_ids or ()))
     sampling = body.sampling(model.defaults, model.vocabulary, logprobs, grammar)
-    return Generation(
-        call.name, prompt, model.most(len(prompt), most), sampling, ends, call.ttft, call.tpot
-    )
+    return Generation(call.name, prompt, model.most(len(prompt), most), sampling, ends, call.ttft, call.tpot)
 
 
 def numbered(generation: Generation, choice: int) -> Generation:
     """The request for one of several answers: with a name and a seed of its own."""
     if not choice:
         return generation
-    sampling = msgspec.structs.replace(
-        generation.sampling, seed=derived_seed(generation.sampling.seed, choice)
-    )
+    sampling = msgspec.structs.replace(generation.sampling, seed=derived_seed(generation.sampling.seed, choice))
     return replace(generation, name=f"{generation.name}-{choice}", sampling=sampling)

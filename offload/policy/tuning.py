@@ -337,8 +337,8 @@ class Timelines:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What one request to a server may ask for (hooks/server/fields.py). All chosen: more than clients were seen to send,
-    and little enough that what a limit lets through is worked off in milliseconds, but for prompts."""
+    """What one request to a server may ask for (hooks/server/fields.py). All chosen: more than clients were seen to
+    send, and little enough that what a limit lets through is worked off in milliseconds, but for prompts."""
 
     messages: int = 4096
     parts: int = 1024  # of a message
@@ -403,8 +403,8 @@ class Serving:
     rounding: float = 1 / 32
     smallest_page: int = 2**16
     ends: int = 4
-    # Objects and lists within each other that a schema may have: tools have a dozen, and Python's encoder fails at about
-    # 1,000. Chosen.
+    # Objects and lists within each other that a schema may have: tools have a dozen, and Python's encoder fails at
+    # about 1,000. Chosen.
     nested: int = 64
     asking: Asking = field(default_factory=Asking)
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -90,7 +89,10 @@ def test_an_answer_ends_before_a_stop_string(
     for stop in (stops, stops[0] if len(stops) == 1 else stops):
         if stream:
             chunks = list(chat(scene, stop=stop, stream=True))
-            text, reason = "".join(c.choices[0].delta.content or "" for c in chunks), chunks[-1].choices[0].finish_reason
+            text, reason = (
+                "".join(c.choices[0].delta.content or "" for c in chunks),
+                chunks[-1].choices[0].finish_reason,
+            )
         else:
             choice = chat(scene, stop=stop).choices[0]
             text, reason = choice.message.content, choice.finish_reason
@@ -141,7 +143,12 @@ def test_the_best_of_several_answers_are_told(scene: Scene) -> None:
 
 def test_prompts_are_texts_or_tokens_or_lists_of_either(scene: Scene) -> None:
     ids = scene.engine.tokenizer.encode("ab")
-    for prompt, expected in (("ab", [ids]), (ids, [ids]), (["ab", "b"], [ids, ids[1:]]), ([ids, ids[1:]], [ids, ids[1:]])):
+    for prompt, expected in (
+        ("ab", [ids]),
+        (ids, [ids]),
+        (["ab", "b"], [ids, ids[1:]]),
+        ([ids, ids[1:]], [ids, ids[1:]]),
+    ):
         scene.says("x")
         answer = scene.openai.completions.create(model=NAME, prompt=prompt, n=2, max_tokens=4)
         assert sorted([list(request.prompt) for request in scene.engine.asked]) == sorted(expected * 2)
@@ -168,7 +175,11 @@ def test_an_echo_has_the_prompt_and_its_logprobs(scene: Scene) -> None:
         assert joined["token_logprobs"] == [None, *(-(token + 1) / 256 for token in (*ids[1:], ord("h") - 33))]
         assert joined["top_logprobs"][1:] == [{token: joined["token_logprobs"][n + 1]} for n, token in enumerate("bch")]
     answer = scene.openai.completions.create(model=NAME, prompt="ab", echo=True, max_tokens=0)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("ab", "length", 0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens) == (
+        "ab",
+        "length",
+        0,
+    )
 
 
 def test_logprobs_of_a_chat_tell_texts_and_bytes(scene: Scene) -> None:
@@ -217,7 +228,10 @@ def test_what_ends_an_answer(scenes: Any) -> None:
         ({"stop_token_ids": [72], "max_completion_tokens": 3}, (END, 72), 3),
     ):
         path = "completions" if "max_completion_tokens" not in body else "chat/completions"
-        assert scene.post(path, {"prompt": "xy"} | body if path == "completions" else {"messages": [USER]} | body)[0] == 200
+        assert (
+            scene.post(path, {"prompt": "xy"} | body if path == "completions" else {"messages": [USER]} | body)[0]
+            == 200
+        )
         assert scene.engine.asked[-1].ends == ends
         assert scene.engine.asked[-1].most == most
     scene.says("ab", 72, "never")
@@ -241,7 +255,12 @@ CHOICES: list[tuple[Any, list[str], list[tuple[str, str]], str | None]] = [
     ("auto", [CALL[:20], CALL[20:]], [("f", '{"a": 3}')], "let me"),
     (None, [CALL, CALL], [("f", '{"a": 3}')] * 2, None),
     ("none", ["plain"], [], "plain"),
-    ("required", ['[{"name": "f", "argu', 'ments": {"a": 3}}, {"name": "g", "arguments": {}}]'], [("f", '{"a": 3}'), ("g", "{}")], None),
+    (
+        "required",
+        ['[{"name": "f", "argu', 'ments": {"a": 3}}, {"name": "g", "arguments": {}}]'],
+        [("f", '{"a": 3}'), ("g", "{}")],
+        None,
+    ),
     ({"type": "function", "function": {"name": "f"}}, ['{"a"', ": 3}"], [("f", '{"a": 3}')], None),
 ]
 
@@ -276,7 +295,11 @@ def test_a_call_that_cannot_be_read_is_text(updates: list[str], scene: Scene) ->
     scene.says(*updates)
     message = chat(scene, tools=TOOLS).choices[0].message
     assert message.tool_calls is None
-    assert message.content.strip(" ") in ("".join(updates), "".join(updates).removeprefix("<tool_call>"), updates[0][11:-12] + updates[-1])
+    assert message.content.strip(" ") in (
+        "".join(updates),
+        "".join(updates).removeprefix("<tool_call>"),
+        updates[0][11:-12] + updates[-1],
+    )
 
 
 FORMS: list[tuple[str, dict[str, Any], str]] = [
@@ -288,7 +311,11 @@ FORMS: list[tuple[str, dict[str, Any], str]] = [
     ("text", {"structured_outputs": {"grammar": 'start: "x"'}}, 'start: "x"'),
     ("text", {"structured_outputs": {"json_object": True}}, "object"),
     ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, "integer"),
-    ("chat", {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]}, "head"),
+    (
+        "chat",
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]},
+        "head",
+    ),
 ]
 
 
@@ -343,7 +370,12 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("chat", {"messages": []}, 400, "messages"),
     ("chat", {"messages": [USER] * (ASKING.messages + 1)}, 400, "messages"),
     ("chat", {"messages": [{"content": "x"}]}, 400, "role"),
-    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, 400, "image_url"),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        400,
+        "image_url",
+    ),
     ("chat", {"messages": [{"role": "user", "content": "no judges"}]}, 400, "no judges here"),
     ("chat", {"n": ASKING.choices + 1}, 400, "n:"),
     ("chat", {"top_logprobs": 2}, 400, "logprobs"),
@@ -351,9 +383,19 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("chat", {"tool_choice": "required"}, 400, "tool_choice"),
     ("chat", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, 400, "tool_choice"),
     ("chat", {"tools": [*TOOLS, TOOLS[0]]}, 400, "tools"),
-    ("chat", {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(ASKING.tools + 1)]}, 400, "tools"),
+    (
+        "chat",
+        {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(ASKING.tools + 1)]},
+        400,
+        "tools",
+    ),
     ("chat", {"tools": TOOLS, "response_format": {"type": "json_object"}}, 400, "tool_choice"),
-    ("chat", {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
+    (
+        "chat",
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        400,
+        "structured_outputs",
+    ),
     ("chat", {"chat_template": "{{ 1 }}"}, 400, "chat_template"),
     *(
         ("chat", {"chat_template_kwargs": {name: 1}}, 400, name)
@@ -365,7 +407,12 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ),
     ("chat", {"chat_template_kwargs": {"mood": nested(ASKING.variable_depth)}}, 400, "chat_template_kwargs"),
     ("chat", {"chat_template_kwargs": {"mood": "x" * ASKING.variable_bytes}}, 400, "chat_template_kwargs"),
-    ("chat", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, 400, "reasoning_effort"),
+    (
+        "chat",
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        400,
+        "reasoning_effort",
+    ),
     ("responses", {"input": []}, 400, "input"),
     ("responses", {"input": [{"role": "user"}]}, 400, "content"),
     ("responses", {"input": [{"type": "function_call", "call_id": "1"}]}, 400, "name"),
@@ -422,7 +469,9 @@ def test_errors_of_engines_have_their_status_or_are_events(scene: Scene) -> None
     with pytest.raises(openai.APIError, match="shuts down"):
         list(chat(scene, stream=True))
     events = scene.events("chat/completions", {"messages": [USER]})
-    assert events[-1] == {"error": {"message": "the server shuts down", "type": "server_error", "param": None, "code": None}}
+    assert events[-1] == {
+        "error": {"message": "the server shuts down", "type": "server_error", "param": None, "code": None}
+    }
     failed = scene.events("responses", {"input": "hi"})[-1]
     assert (failed["type"], failed["response"]["error"]["message"]) == ("response.failed", "the server shuts down")
 
@@ -451,7 +500,11 @@ def test_names_and_slos_come_from_headers(scene: Scene) -> None:
 
 def test_doors_and_lists(scene: Scene) -> None:
     shown = scene.openai.models.retrieve(NAME)
-    assert ([model.id for model in scene.openai.models.list()], shown.id, shown.max_model_len) == ([NAME], NAME, LONGEST)
+    assert ([model.id for model in scene.openai.models.list()], shown.id, shown.max_model_len) == (
+        [NAME],
+        NAME,
+        LONGEST,
+    )
     with pytest.raises(openai.NotFoundError):
         scene.openai.models.retrieve("other")
     with pytest.raises(openai.AuthenticationError) as refused:
@@ -515,7 +568,9 @@ def test_a_response_is_made_of_items(scene: Scene) -> None:
     assert f"tool\n7 {call.call_id}" in scene.prompt
     assert (last.status, last.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     scene.says("ok")
-    told = scene.openai.responses.create(model=NAME, input="hi", top_logprobs=1, include=["message.output_text.logprobs"])
+    told = scene.openai.responses.create(
+        model=NAME, input="hi", top_logprobs=1, include=["message.output_text.logprobs"]
+    )
     assert [entry.token for entry in told.output[0].content[0].logprobs] == ["o", "k", "<|im_end|>"]
 
 
@@ -543,7 +598,14 @@ def test_messages_reach_the_template(scene: Scene) -> None:
     ]
     body = {"messages": messages, "reasoning_effort": "low", "chat_template_kwargs": {"mood": "calm"}}
     assert post(scene, "chat", body)[0] == 200
-    for text in ("system\nbe brief", "user ann\nadd", "well<think>hm</think>", 'call_1 {"name": "f"', "7 call_1", "\nno"):
+    for text in (
+        "system\nbe brief",
+        "user ann\nadd",
+        "well<think>hm</think>",
+        'call_1 {"name": "f"',
+        "7 call_1",
+        "\nno",
+    ):
         assert text in scene.prompt
     assert "effort low calm" in scene.prompt
 

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NotRequired, Required, Union, get_args, get_origin
 
 import pytest
 from openai.types import completion_create_params as completions
@@ -25,13 +25,14 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chats
 from openai.types.chat.chat_completion_assistant_message_param import ContentArrayOfContentPart
 from openai.types.chat.chat_completion_message_tool_call_union_param import ChatCompletionMessageToolCallUnionParam
-from openai.types.responses import ToolParam, response_create_params as responses
+from openai.types.responses import ToolParam
+from openai.types.responses import response_create_params as responses
 from openai.types.responses.response_input_message_content_list_param import ResponseInputContentParam
 from openai.types.responses.response_input_param import ResponseInputItemParam
 from openai.types.responses.response_output_message_param import Content
 from openai.types.responses.response_text_config_param import ResponseTextConfigParam
 from openai.types.shared_params.response_format_json_schema import JSONSchema
-from typing_extensions import NotRequired, Required, is_typeddict
+from typing_extensions import is_typeddict
 
 from .scripted import Scene
 
@@ -76,16 +77,10 @@ PLACES = {
     "function": Place(
         CHAT, shared_params.FunctionDefinition, lambda value: {"tools": [{"type": "function", "function": value}]}
     ),
-    "choice": Place(
-        CHAT, ChatCompletionToolChoiceOptionParam, lambda value: {"tools": [TOOL], "tool_choice": value}
-    ),
+    "choice": Place(CHAT, ChatCompletionToolChoiceOptionParam, lambda value: {"tools": [TOOL], "tool_choice": value}),
     "format": Place(CHAT, chats.ResponseFormat, lambda value: {"response_format": value}),
-    "schema": Place(
-        CHAT, JSONSchema, lambda value: {"response_format": {"type": "json_schema", "json_schema": value}}
-    ),
-    "options": Place(
-        CHAT, ChatCompletionStreamOptionsParam, lambda value: {"stream": True, "stream_options": value}
-    ),
+    "schema": Place(CHAT, JSONSchema, lambda value: {"response_format": {"type": "json_schema", "json_schema": value}}),
+    "options": Place(CHAT, ChatCompletionStreamOptionsParam, lambda value: {"stream": True, "stream_options": value}),
     "item": Place(RESPONSES, ResponseInputItemParam, lambda value: {"input": [value]}),
     "input": Place(
         RESPONSES, ResponseInputContentParam, lambda value: {"input": [{"role": "user", "content": [value]}]}
@@ -241,7 +236,11 @@ def outcome(scene: Scene, path: str, body: Body) -> tuple[int, Any]:
 
 
 def without_seed(sampling: Any, given: bool) -> Any:
-    return sampling if given else type(sampling)(**{name: getattr(sampling, name) for name in sampling.__struct_fields__} | {"seed": 0})
+    return (
+        sampling
+        if given
+        else type(sampling)(**{name: getattr(sampling, name) for name in sampling.__struct_fields__} | {"seed": 0})
+    )
 
 
 def verdict(scene: Scene, path: str, name: str, bodies: list[Body], without: Body | None) -> str:
