@@ -9,7 +9,6 @@ import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
@@ -146,24 +145,6 @@ async def together(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenera
 def told(logprob: float | None) -> float:
     """A logprob as JSON can have it: as OpenAI says what is impossible."""
     return max(logprob or 0.0, _IMPOSSIBLE)
-
-
-class Tokens:
-    """The texts of a tokenizer's single tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]  # so that a leading space is kept
-        self._length = len(tokenizer.decode(self._before))
-        self.text = lru_cache(maxsize=None)(self._text)
-
-    def _text(self, token: int) -> str:
-        """The text of a token, U+FFFD for a part of a character."""
-        return str(self._tokenizer.decode([*self._before, token])[self._length :])
-
-    def bytes(self, token: int) -> list[int] | None:
-        """The bytes of a token's text; None for a part of a character."""
-        return None if "\ufffd" in (text := self.text(token)) else list(text.encode())
 
 
 @dataclass(frozen=True, slots=True)

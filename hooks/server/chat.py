@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ..sampling.settings import ChosenToken
 from . import requests
-from .answers import Draft, Said, Tokens, Usage, together, told
+from .answers import Draft, Said, Usage, together, told
 from .fields import FunctionTool, decoded
 from .http import Call, answered, streamed
 from .messages import template_messages
@@ -209,7 +209,7 @@ class _Answer:
         self._id = f"chatcmpl-{begun.generation.name}"
         self._created = int(time.time())
         self._drafts = [Draft() for _ in range(body.n or 1)]
-        self._words = Tokens(begun.model.tokenizer) if body.logprobs else None
+        self._words = begun.model.tokens if body.logprobs else None
 
     async def whole(self) -> ChatCompletion:
         async with aclosing(self._parts()) as parts:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ..sampling.settings import ChosenToken
 from . import requests
-from .answers import Draft, Piece, Tokens, Usage, pieces, together, told
+from .answers import Draft, Piece, Usage, pieces, together, told
 from .engine import Denial, Generation
 from .fields import decoded
 from .http import Call, answered, streamed
@@ -99,7 +99,7 @@ class _Answer:
         self._drafts = [Draft() for _ in self._generations]
         self._texts = [""] * len(self._drafts)
         self._computed = 0  # tokens
-        self._words = Tokens(model.tokenizer) if body.logprobs is not None else None
+        self._words = model.tokens if body.logprobs is not None else None
 
     async def whole(self) -> Completion:
         async with aclosing(together([self._parts(number) for number in range(len(self._drafts))])) as parts:

@@ -180,7 +180,8 @@ def _check_grammar(grammar: str) -> None:
     try:
         wrong = grammars.check(grammar)
     except ModuleNotFoundError:
-        raise _wrong("structured_outputs", "formats need llguidance: pip install 'ballonet[structured]'") from None
+        why = "formats and chosen tools need llguidance: pip install 'ballonet[structured]'"
+        raise Denial(400, why, "unsupported_parameter") from None
     if wrong:
         raise Denial(400, f"the format cannot be compiled: {wrong}", "invalid_value")
 

@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from . import requests
-from .answers import Draft, Said, Tokens
+from .answers import Draft, Said
 from .chat import logprobs_of, template_tools, tool_chosen
 from .fields import decoded
 from .http import Call, Fault, answered, streamed
@@ -67,7 +67,7 @@ class _Answer:
         self._draft = Draft()
         self._items: list[Any] = []
         self._is_open = False
-        self._words = None if begun.wanted.logprobs is None else Tokens(begun.model.tokenizer)
+        self._words = None if begun.wanted.logprobs is None else begun.model.tokens
         self._told: list[Any] = []
         self._numbers = itertools.count()
 

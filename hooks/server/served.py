@@ -13,6 +13,25 @@ from .render_pool import RenderPool
 from .rendering import Job, Rendered, Source, answer_template, render, tokenizer_of
 from .requests import Defaults
 
+
+class Tokens:
+    """The texts of a tokenizer's single tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]  # so that a leading space is kept
+        self._length = len(tokenizer.decode(self._before))
+        self.text = functools.lru_cache(maxsize=None)(self._text)
+
+    def _text(self, token: int) -> str:
+        """The text of a token, U+FFFD for a part of a character."""
+        return str(self._tokenizer.decode([*self._before, token])[self._length :])
+
+    def bytes(self, token: int) -> list[int] | None:
+        """The bytes of a token's text; None for a part of a character."""
+        return None if "\ufffd" in (text := self.text(token)) else list(text.encode())
+
+
 Renderer = Callable[[Source, Job], Awaitable[Rendered]]
 
 
@@ -46,6 +65,11 @@ class Served:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return tokenizer_of(self.source)
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        """The texts of its tokens."""
+        return Tokens(self.tokenizer)
 
     @property
     def answer_template(self) -> dict[str, Any] | None:

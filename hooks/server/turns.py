@@ -64,7 +64,8 @@ class Turn:
             return ArgumentsReader(wanted.choice.name)
         if wanted.choice == "required":
             return CallsReader()
-        if (template := self.model.answer_template) is None:
+        is_held = self.generation.sampling.grammar is not None and not wanted.conversation.tools
+        if is_held or (template := self.model.answer_template) is None:
             return PlainReader()
         return TemplateReader(template, self.opening, wanted.conversation.tools, several=wanted.several)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import socket
 import threading
 import time
@@ -115,7 +116,7 @@ def chosen(generation: Generation, token: int) -> ChosenToken:
 
 async def in_a_thread(source: Source, job: Job) -> Rendered:
     """Does a job; servers have processes for it."""
-    return await asyncio.to_thread(render, source, job)
+    return await asyncio.to_thread(render, *pickle.loads(pickle.dumps((source, job))))
 
 
 class Scene:
