@@ -18,7 +18,7 @@ from .fields import FunctionTool, decoded
 from .http import Call, answered, streamed
 from .messages import template_messages
 from .rendering import Conversation
-from .served import Models
+from .served import Models, Tokens
 from .turns import Turn, Wanted, turn
 
 Reason = Literal["stop", "length", "tool_calls"]
