@@ -439,7 +439,7 @@ def test_a_wrong_request_is_refused_with_its_reason(
         (b'{"model": ', "no JSON"),
         (b"\xff{}", "no JSON"),
         (b"[1]", "object"),
-        (b'{"prompt": "\\ud800 and more"}', "no JSON"),
+        (b'{"model": "\\ud800 and more"}', "no JSON"),
         (b'{"temperature": NaN}', "no JSON"),
         (b'{"max_tokens": 1' + b"0" * 10**4 + b"}", "max_tokens"),
         (b'{"chat_template_kwargs": ' + b'{"a":' * 10**5 + b"}" * 10**5 + b"}", "nested too deeply"),

@@ -38,8 +38,8 @@ from .scripted import Scene
 
 Body = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-FLAT = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("x", "y")]
+FLAT = [{"type": "function", "name": name, "parameters": {}, "strict": False} for name in ("x", "y")]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 CHAT, TEXT, RESPONSES = "chat/completions", "completions", "responses"
 BASES: dict[str, Body] = {CHAT: {"messages": [USER]}, TEXT: {"prompt": "ab"}, RESPONSES: {"input": "hi"}}
@@ -77,7 +77,7 @@ PLACES = {
     "function": Place(
         CHAT, shared_params.FunctionDefinition, lambda value: {"tools": [{"type": "function", "function": value}]}
     ),
-    "choice": Place(CHAT, ChatCompletionToolChoiceOptionParam, lambda value: {"tools": [TOOL], "tool_choice": value}),
+    "choice": Place(CHAT, ChatCompletionToolChoiceOptionParam, lambda value: {"tools": TOOLS, "tool_choice": value}),
     "format": Place(CHAT, chats.ResponseFormat, lambda value: {"response_format": value}),
     "schema": Place(CHAT, JSONSchema, lambda value: {"response_format": {"type": "json_schema", "json_schema": value}}),
     "options": Place(CHAT, ChatCompletionStreamOptionsParam, lambda value: {"stream": True, "stream_options": value}),
@@ -89,7 +89,7 @@ PLACES = {
         RESPONSES, Content, lambda value: {"input": [{"type": "message", "role": "assistant", "content": [value]}]}
     ),
     "response tool": Place(RESPONSES, ToolParam, lambda value: {"tools": [value]}),
-    "response choice": Place(RESPONSES, responses.ToolChoice, lambda value: {"tools": [FLAT], "tool_choice": value}),
+    "response choice": Place(RESPONSES, responses.ToolChoice, lambda value: {"tools": FLAT, "tool_choice": value}),
     "text": Place(RESPONSES, ResponseTextConfigParam, lambda value: {"text": value}),
     "text format": Place(
         RESPONSES,
@@ -114,7 +114,7 @@ TRIED: dict[str, list[Any]] = {
     "format": [{"type": "text"}, {"type": "json_object"}],
     "prompt": ["ab", ["ab", "c"], [1, 2], [[1], [2]]],
     "input": ["x", [USER]],
-    "tools": [[TOOL]],
+    "tools": [TOOLS],
     "metadata": [{"a": "b"}],
     "best_of": [2, 3],
     "max_tokens": [1, 2],
@@ -132,10 +132,10 @@ MORE: dict[tuple[str, str], Body] = {
     (TEXT, "logprobs"): {"seed": 1},
     (RESPONSES, "top_logprobs"): {"seed": 1},
     (RESPONSES, "include"): {"seed": 1},
-    (CHAT, "tool_choice"): {"tools": [TOOL]},
-    (RESPONSES, "tool_choice"): {"tools": [FLAT]},
-    (CHAT, "parallel_tool_calls"): {"tools": [TOOL], "tool_choice": "required"},
-    (RESPONSES, "parallel_tool_calls"): {"tools": [FLAT], "tool_choice": "required"},
+    (CHAT, "tool_choice"): {"tools": TOOLS},
+    (RESPONSES, "tool_choice"): {"tools": FLAT},
+    (CHAT, "parallel_tool_calls"): {"tools": TOOLS, "tool_choice": "required"},
+    (RESPONSES, "parallel_tool_calls"): {"tools": FLAT, "tool_choice": "required"},
 }
 WITHOUT_EFFECT = re.findall(
     r"`(\w+)`",
@@ -154,7 +154,7 @@ HONOURED = {
     "stream_options temperature top_p",
     RESPONSES: "include input instructions max_output_tokens parallel_tool_calls reasoning stream temperature text "
     "tool_choice tools top_logprobs top_p",
-    "message": "content role name tool_call_id tool_calls",
+    "message": "content name tool_call_id tool_calls",
     "part": "text",
     "answered part": "text refusal",
     "call": "id function",
@@ -184,7 +184,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def samples(kind: Any) -> list[Any]:
-    """Values of a type; of an object with what it needs alone."""
+    """Values of a type; of an object two, with what it needs alone."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Required, NotRequired, typing.Annotated):
         return samples(inside[0])
@@ -193,7 +193,9 @@ def samples(kind: Any) -> list[Any]:
     if origin is Literal:
         return list(inside)
     if is_typeddict(kind):
-        return [{name: tried(name, hint)[0] for name, hint in hints(kind).items() if is_required(hint)}]
+        needed = {name: tried(name, hint) for name, hint in hints(kind).items() if is_required(hint)}
+        both = [{name: values[min(n, len(values) - 1)] for name, values in needed.items()} for n in (0, 1)]
+        return both if both[0] != both[1] else both[:1]
     if origin is dict:
         return [{"a": value} for value in samples(inside[1])]
     if inside:  # Iterable, list and the like
@@ -231,8 +233,10 @@ def outcome(scene: Scene, path: str, body: Body) -> tuple[int, Any]:
         for generation in scene.engine.asked
     ]
     kind = answer.headers["content-type"]
-    choices = [] if "stream" in kind else answer.json().get("choices", [])
-    return 200, (asked, kind, len(choices), [choice.get("logprobs") for choice in choices], "usage" in answer.text)
+    told = {} if "stream" in kind else answer.json()
+    choices = told.get("choices", []) + [item for item in told.get("output", []) if item["type"] == "message"]
+    texts = [choice.get("text", choice.get("message", choice).get("content")) for choice in choices]
+    return 200, (asked, kind, texts, [choice.get("logprobs") for choice in choices], "usage" in answer.text)
 
 
 def without_seed(sampling: Any, given: bool) -> Any:
@@ -261,7 +265,7 @@ def test_every_field_of_a_body_is_honoured_or_refused(scene: Scene) -> None:
         verdicts = {}
         for name, hint in hints(kind).items():
             base = BASES[path] | MORE.get((path, name), {})
-            values = tried(name, hint) if name != "tools" or path != RESPONSES else [[FLAT]]
+            values = tried(name, hint) if name != "tools" or path != RESPONSES else [FLAT]
             without = None if name in BASES[path] or name == "model" else base
             verdicts[name] = verdict(scene, path, name, [base | {name: value} for value in values], without)
         check(path, verdicts)
@@ -272,7 +276,7 @@ def test_every_field_of_a_part_is_honoured_or_refused(place: str, scene: Scene) 
     path, kind, put = PLACES[place]
     verdicts = dict[str, str]()
     for member in members(kind):
-        (sample,) = samples(member)
+        sample = samples(member)[0]
         if member is ChatCompletionAssistantMessageParam:
             sample["content"] = "x"
         status, why = outcome(scene, path, BASES[path] | put(sample))
