@@ -119,7 +119,7 @@ class BoundedConnection(H11Protocol):
         limit, *phase = self._waits_for()
         if phase != [*self._phase]:
             self._phase, self._since = tuple(phase), now
-        return now - self._since > limit
+        return bool(now - self._since > limit)
 
     def end(self) -> None:
         """Ends it at once; a request of it is cancelled."""
@@ -128,7 +128,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not bool(self.cycle.response_complete)
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _waits_for(self) -> tuple[Any, ...]:
         """Returns for how many seconds it waits, and what is another thing each time that it waits anew."""

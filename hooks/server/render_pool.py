@@ -115,6 +115,8 @@ class RenderPool:
 
     async def _take(self) -> _Worker:
         """Returns a process without a job. OSError, EOFError."""
+        for _ in range(2):  # turns of the event loop, which then knows of processes that somebody has ended
+            await asyncio.sleep(0)
         while self._idle:
             worker = self._idle.pop()
             if not worker.reader.at_eof():
