@@ -336,6 +336,30 @@ class Timelines:
 
 
 @dataclass(frozen=True, slots=True)
+class Asking:
+    """What one request to a server may ask for (hooks/server/fields.py). All chosen: more than clients were seen to
+    send, and little enough that what a limit lets through is worked off in milliseconds, but for prompts."""
+
+    messages: int = 4096
+    parts: int = 1024  # of a message
+    tools: int = 128  # as OpenAI
+    stops: int = 16
+    stop_length: int = 256  # characters
+    biases: int = 4096
+    ends: int = 128  # further tokens that end an answer
+    choices: int = 128  # answers to all prompts of a request
+    likeliest: int = 20  # tokens told with each one: as OpenAI
+    variables: int = 32  # of a chat template, so many levels deep, of so many bytes as JSON
+    variable_depth: int = 8
+    variable_bytes: int = 2**16
+    schema_bytes: int = 2**18  # a grammar, or a schema as JSON
+    name: int = 128  # characters of an x-request-id, or of a function's name
+    # tokens of an answer where neither the request nor the model's generation config says: as transformers
+    answer: int = 1024
+    retry: float = 1.0  # s, that a client is told to wait where an engine does not say
+
+
+@dataclass(frozen=True, slots=True)
 class Serving:
     """Requests that are served together (admission.py, admission.py, step_costs.py)."""
 
@@ -379,9 +403,10 @@ class Serving:
     rounding: float = 1 / 32
     smallest_page: int = 2**16
     ends: int = 4
-    # Objects and lists within each other that the body of a request may have: tools have a dozen, and Python's parser
-    # fails at about 1,000. Chosen.
+    # Objects and lists within each other that a schema may have: tools have a dozen, and Python's encoder fails at
+    # about 1,000. Chosen.
     nested: int = 64
+    asking: Asking = field(default_factory=Asking)
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
     # `most`: part of the host's memory that the buffer may have (eLLM's B_max; 0: no prompt's KV goes there).

@@ -1,4 +1,4 @@
-"""`serve`, transformers' OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
+"""`serve`, an OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
 replayed against a server, and how fast it answered.
 """
 
@@ -40,6 +40,17 @@ def add_serve(commands: Any) -> None:
         "--port", type=arguments.whole(1, 65535), default=8000, help="port to listen at (default: 8000)"
     )
     _add_doors(parser.add_argument_group("who may ask"))
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        help="names that clients ask for, one for each model (default: as the models are given)",
+    )
+    parser.add_argument(
+        "--allow-client-templates",
+        action="store_true",
+        help="requests may bring a chat template, which is a program of the client's",
+    )
     parser.add_argument(
         "--waiting", metavar="N", type=arguments.count, default=1024, help="requests that may wait (default: 1024)"
     )
@@ -141,7 +152,11 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     hosts = frozenset(name.lower() for name in (*args.allow_host, args.host))
     max_body = None if args.max_body is None else parse_size(args.max_body, "--max-body")
     doors = Doors(key, hosts, frozenset(args.allow_origin), max_body)
-    address = Address(args.host, args.port, doors, args.waiting, args.grace, args.json)
+    names = tuple(args.served_model_name or args.models)
+    if len(names) != len(args.models) or len(set(names)) != len(names):
+        raise ConfigError("--served-model-name: give as many names as models, and no two the same")
+    own = args.allow_client_templates
+    address = Address(args.host, args.port, doors, args.waiting, args.grace, args.json, names, own)
     replicated = serve_replicas.is_replicated(args, options)
     if not replicated:
         for name, why in (
