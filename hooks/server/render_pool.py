@@ -57,12 +57,10 @@ class RenderPool:
         self._waiting = 0
         self._begin()
 
-    async def start(self) -> None:
-        """Waits until jobs are prepared. ManageError."""
-        try:
-            self._idle.append(await self._fork())
-        except (OSError, EOFError) as error:
-            raise ManageError(f"the processes that render prompts do not start: {error}") from None
+    def wait(self) -> None:
+        """Waits until jobs are prepared, on any thread. ManageError."""
+        if not self._forker.recv(LENGTH.size):
+            raise ManageError("the processes that render prompts do not start: what they lack they have written above")
 
     async def run(self, function: str, *arguments: object, result: type[Result]) -> Result:
         """Calls MODULE:FUNCTION in a process. Returns what it returns, decoded from msgpack as a `result`. Denial: its

@@ -80,6 +80,7 @@ class Server:
                 loop = self.loops[name] = Loop(model, ContinuousBatchingConfig(**batching), address.waiting)
                 served.append(described(shown, loop, source, pooled(self._pool), model))
                 say(f"{name}: {self._handles[-1]!r}")
+            self._pool.wait()
         except BaseException:
             self._pool.close()
             raise

@@ -25,20 +25,25 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
+from transformers import PreTrainedTokenizerFast
 from uvicorn.server import ServerState
 
-from ballonet.allocator.errors import ConfigError
+from ballonet.allocator.errors import ConfigError, ManageError
 from ballonet.hooks.server.anteroom import Anteroom
+from ballonet.hooks.server.application import Address, Application
 from ballonet.hooks.server.connections import BoundedConnection, Connections, FewLines, most_connections
 from ballonet.hooks.server.doors import Doors, read_key
 from ballonet.hooks.server.ending import Listening
 from ballonet.hooks.server.engine import Denial
 from ballonet.hooks.server.render_pool import RenderPool
+from ballonet.hooks.server.rendering import Source
+from ballonet.hooks.server.served import Models, Served, pooled, prepared_by
 from ballonet.hooks.watch.endpoint import listen
 from ballonet.offload.policy.tuning import DEFAULT, Clients
 
 from .. import programs
 from ..tuned import Clock
+from .scripted import END, LONGEST, NAME, Scripted, saved_tokenizer
 
 KEY = "a key"
 ADDRESSES = ("127.0.0.1", "192.0.2.7", "[::1]")
@@ -148,7 +153,63 @@ def ask(port: int, *request: Any, body: bytes = b"", **named: Any) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
+class Real:
+    """A server of one model whose engine answers by a script, with processes that render, and all limits."""
+
+    def __init__(self, folder: Path, **limits: Any) -> None:
+        tuning = replace(DEFAULT.clients, sweep=0.01, told=0.1, **limits)
+        source = Source(saved_tokenizer(folder), family="qwen3", own_templates=True)
+        self._pool = RenderPool(prepared_by([source]), tuning)
+        self.engine = Scripted(PreTrainedTokenizerFast.from_pretrained(source.name))
+        served = Served(NAME, self.engine, source, pooled(self._pool), LONGEST, vocabulary=258, ends=(END,))
+        self.app = Application(Models([served]), Address(doors=Doors(KEY, max_body=2**26)), lambda line: None).app
+        sockets = listen("127.0.0.1", 0)
+        self.port = sockets[0].getsockname()[1]
+        self._pool.wait()
+        self._listening = Listening(self.app, Connections(100, tuning))
+        self._thread = threading.Thread(target=self._listening.run, args=[sockets])
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listening.should_exit = True
+        self._thread.join()
+        self._pool.close()
+
+    def post(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """A client that has asked."""
+        content = json.dumps({"model": NAME, **body}).encode()
+        key = f"Authorization: Bearer {KEY}"
+        length = f"Content-Length: {len(content)}"
+        return connect(self.port, head(path, key, length, "Connection: close", method="POST") + content)
+
+    def refusal(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """The status of an answer, and the message of its error."""
+        answer = read_end(self.post(path, body))
+        begin, _, content = answer.partition(b"\r\n\r\n")
+        return int(begin.split(b" ", 2)[1]), json.loads(content)["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    server = Real(tmp_path_factory.mktemp("real"))
+    yield server
+    server.close()
+
+
 # -- who may ask
+
+
+def test_every_route_of_the_application_but_health_needs_the_key(real: Real) -> None:
+    answers = {
+        (method, route.path): ask(real.port, route.path.replace("{model:path}", NAME), method=method)
+        for route in real.app.routes
+        for method in route.methods
+    }
+    assert len(answers) > 8
+    assert {place: status for place, status in answers.items() if status != 401} == {
+        ("GET", "/health"): 200,
+        ("HEAD", "/health"): 200,
+    }
 
 
 def test_every_route_but_health_needs_the_key(scene: Callable[..., Scene]) -> None:
@@ -504,6 +565,61 @@ def test_while_models_load_the_progress_is_told() -> None:
     thread.join()
 
 
+# -- hostile requests
+
+CHATS = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+RENDERERS = ("conversation", "tokenize", "return_dict", "tools", "tokenizer_kwargs", "truncation", "chat_template")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        *((CHATS, {"messages": [USER], "chat_template_kwargs": {name: 1}}, name) for name in RENDERERS),
+        (CHATS, {"messages": [USER], "chat_template_kwargs": {"chat_template": LOOP}}, "chat_template"),
+        (CHATS, {"messages": [USER] * 500_000}, "messages"),
+        (CHATS, {"messages": [USER], "logit_bias": {str(n): 1 for n in range(500_000)}}, "logit_bias"),
+        (CHATS, {"messages": [{**USER, "content": "word " * 100_000}]}, "longest"),
+        (CHATS, {"messages": [USER], "chat_template": "{{ 'a' * 2**34 }}"}, ""),
+        ("/v1/completions", {"prompt": "word " * 100_000}, "longest"),
+        ("/v1/responses", {"input": []}, "input"),
+    ],
+)
+def test_a_hostile_request_is_refused_by_name(path: str, body: dict[str, Any], says: str, real: Real) -> None:
+    status, message = real.refusal(path, body)
+    assert status == 400
+    assert says in message
+
+
+@pytest.mark.parametrize("body", [{"prompt": "word " * 50_000}, {"prompt": "x"}, {"prompt": [[1] * 4000] * 100}])
+def test_the_largest_body_follows_from_the_longest_sequence(body: dict[str, Any], real: Real) -> None:
+    """7 million words, and 500,000 messages or biases, are larger than what is left of a body."""
+    words, messages, biases = 7_000_000 * 3, 500_000 * 35, 500_000 * 12
+    largest = LONGEST * DEFAULT.clients.token + DEFAULT.clients.rest
+    assert len(json.dumps(body)) < largest < min(words, messages, biases)
+
+
+def test_health_is_answered_while_a_client_s_template_loops(real: Real) -> None:
+    """Its client leaves then, and so the process that renders is ended."""
+    with real.post(CHATS, {"messages": [USER], "chat_template": LOOP}) as hostile:
+        for _ in range(20):
+            assert ask(real.port, "/health") == 200
+        hostile.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            hostile.recv(1)
+    assert real.refusal("/v1/completions", {"prompt": "a" * (LONGEST + 1)})[0] == 400
+
+
+def test_a_client_s_template_that_loops_is_ended(tmp_path: Path) -> None:
+    server = Real(tmp_path, render=0.2)
+    try:
+        answers = [server.refusal(CHATS, {"messages": [USER], "chat_template": LOOP}) for _ in range(2)]
+        assert answers == [(400, "the request takes longer than 0.2 s to be prepared")] * 2
+    finally:
+        server.close()
+
+
 # -- rendering
 
 
@@ -513,12 +629,19 @@ def rendering(act: Callable[[RenderPool], Coroutine[Any, Any, None]], **limits: 
     async def run() -> None:
         pool = RenderPool(tuning=replace(DEFAULT.clients, **limits))
         try:
-            await pool.start()
+            pool.wait()
             await act(pool)
         finally:
             pool.close()
 
     asyncio.run(run())
+
+
+def test_a_pool_that_cannot_prepare_its_jobs_says_so() -> None:
+    pool = RenderPool((("operator:truediv", (1, 0)),))
+    with pytest.raises(ManageError, match="do not start"):
+        pool.wait()
+    pool.close()
 
 
 async def denial(asked: Coroutine[Any, Any, object]) -> Denial:
