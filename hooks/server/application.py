@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from ..device import governors
 from .anteroom import Anteroom
-from .connections import Connections, most_connections, raise_files
+from .connections import Connections, raise_files
 from .doors import Doors
 from .ending import Listening, Watchdog
 from .endpoints import endpoints
@@ -53,7 +53,7 @@ class Application:
         """Serves at the sockets of `anteroom` until SIGINT or SIGTERM. Then it takes no new requests, and ends those
         that still run after a while with an error. `close` is called at the end."""
         tuning, grace = self._tuning, self._address.grace
-        connections = Connections(most_connections(raise_files(), tuning), tuning)
+        connections = Connections(raise_files(), tuning)
         listening = Listening(self.app, connections, grace, self._models.tell)
         with Watchdog(grace + tuning.told + tuning.hung):
             try:

@@ -34,18 +34,15 @@ def raise_files() -> int:
     return most - len(os.listdir("/proc/self/fd"))
 
 
-def most_connections(files: int, tuning: Clients = DEFAULT.clients) -> int:
-    """Returns how many connections a process may have that may open so many files."""
-    return max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
-
-
 class Connections:
-    """The connections of a server, at most `most`."""
+    """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here."""
 
     def __init__(
-        self, most: int, tuning: Clients = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
+        self, files: int, tuning: Clients = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.most = most
+        """`files`: that the process may open."""
+        self.most = max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
+        self.burst = max(1, min(tuning.files, (files - self.most) // 4))  # those before are still being closed
         self.tuning = tuning
         self.clock = clock
         self.open: set[BoundedConnection] = set()

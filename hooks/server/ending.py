@@ -45,6 +45,9 @@ class Listening(uvicorn.Server):
         settings: dict[str, Any] = {
             "http": partial(BoundedConnection, connections=connections),
             "ws": "none",
+            "interface": "asgi3",
+            "proxy_headers": False,
+            "backlog": connections.burst,
             "access_log": False,
             "lifespan": lifespan,
             "log_level": "warning",
