@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from .connections import Connections, most_connections, raise_files
+from .connections import Connections, raise_files
 from .ending import Listening
 
 
@@ -21,7 +21,7 @@ class Anteroom:
         self._progress = "starting"
         self._say = say
         self._sockets = sockets
-        self._listening = Listening(self._answer, Connections(most_connections(raise_files())), lifespan="off")
+        self._listening = Listening(self._answer, Connections(raise_files()), lifespan="off")
         served = [listener.dup() for listener in sockets]
         self._thread = threading.Thread(target=self._listening.run, args=[served], daemon=True)
         self._thread.start()

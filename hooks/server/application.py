@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from ..device import governors
 from .anteroom import Anteroom
-from .connections import Connections, most_connections, raise_files
+from .connections import Connections, raise_files
 from .doors import Doors
 from .ending import Listening, Watchdog
 from .endpoints import endpoints
@@ -44,15 +44,16 @@ class Application:
         self._models = models
         self._address = address
         self._say = say
+        self._tuning = governors.composed_with().tuning.clients
         doors, longest = address.doors, [model.longest or 0 for model in models]
         self.app = endpoints(models, self._lifespan, doors.middleware())
-        doors.guard(self.app.routes, max(longest) if all(longest) else 0)
+        doors.guard(self.app.routes, max(longest) if all(longest) else 0, self._tuning)
 
     def run(self, close: Callable[[], object], anteroom: Anteroom) -> None:
         """Serves at the sockets of `anteroom` until SIGINT or SIGTERM. Then it takes no new requests, and ends those
         that still run after a while with an error. `close` is called at the end."""
-        tuning, grace = governors.composed_with().tuning.clients, self._address.grace
-        connections = Connections(most_connections(raise_files(), tuning), tuning)
+        tuning, grace = self._tuning, self._address.grace
+        connections = Connections(raise_files(), tuning)
         listening = Listening(self.app, connections, grace, self._models.tell)
         with Watchdog(grace + tuning.told + tuning.hung):
             try:

@@ -34,18 +34,15 @@ def raise_files() -> int:
     return most - len(os.listdir("/proc/self/fd"))
 
 
-def most_connections(files: int, tuning: Clients = DEFAULT.clients) -> int:
-    """Returns how many connections a process may have that may open so many files."""
-    return max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
-
-
 class Connections:
-    """The connections of a server, at most `most`."""
+    """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here."""
 
     def __init__(
-        self, most: int, tuning: Clients = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
+        self, files: int, tuning: Clients = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.most = most
+        """`files`: that the process may open."""
+        self.most = max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
+        self.burst = max(1, min(tuning.files, (files - self.most) // 4))  # those before are still being closed
         self.tuning = tuning
         self.clock = clock
         self.open: set[BoundedConnection] = set()
@@ -119,7 +116,7 @@ class BoundedConnection(H11Protocol):
         limit, *phase = self._waits_for()
         if phase != [*self._phase]:
             self._phase, self._since = tuple(phase), now
-        return now - self._since > limit
+        return bool(now - self._since > limit)
 
     def end(self) -> None:
         """Ends it at once; a request of it is cancelled."""
@@ -128,7 +125,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not bool(self.cycle.response_complete)
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _waits_for(self) -> tuple[Any, ...]:
         """Returns for how many seconds it waits, and what is another thing each time that it waits anew."""

@@ -25,7 +25,6 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...allocator.config import API_KEY, variables
@@ -158,5 +157,5 @@ class _Door:
         """Handles one ASGI connection. Denial."""
         headers = Headers(scope=scope)
         self._doors.check(headers, keyed=self._keyed)
-        with self._bodies.limited(receive, headers) as limited, suppress(ClientDisconnect):
+        with self._bodies.limited(receive, headers) as limited:
             await self._app(scope, limited, send)

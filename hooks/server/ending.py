@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from .connections import BoundedConnection, Connections, few_lines
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_LOGGERS = ("asyncio", "uvicorn.error")
+_LOGGERS = ("asyncio", "uvicorn.error", f"{__package__}.http")
 
 
 class Listening(uvicorn.Server):
@@ -45,6 +45,10 @@ class Listening(uvicorn.Server):
         settings: dict[str, Any] = {
             "http": partial(BoundedConnection, connections=connections),
             "ws": "none",
+            "interface": "asgi3",
+            "proxy_headers": False,
+            "backlog": connections.burst,
+            "access_log": False,
             "lifespan": lifespan,
             "log_level": "warning",
             "timeout_keep_alive": tuning.idle,

@@ -57,12 +57,10 @@ class RenderPool:
         self._waiting = 0
         self._begin()
 
-    async def start(self) -> None:
-        """Waits until jobs are prepared. ManageError."""
-        try:
-            self._idle.append(await self._fork())
-        except (OSError, EOFError) as error:
-            raise ManageError(f"the processes that render prompts do not start: {error}") from None
+    def wait(self) -> None:
+        """Waits until jobs are prepared, on any thread. ManageError."""
+        if not self._forker.recv(LENGTH.size):
+            raise ManageError("the processes that render prompts do not start: what they lack they have written above")
 
     async def run(self, function: str, *arguments: object, result: type[Result]) -> Result:
         """Calls MODULE:FUNCTION in a process. Returns what it returns, decoded from msgpack as a `result`. Denial: its
@@ -115,6 +113,8 @@ class RenderPool:
 
     async def _take(self) -> _Worker:
         """Returns a process without a job. OSError, EOFError."""
+        for _ in range(2):  # turns of the event loop, which then knows of processes that somebody has ended
+            await asyncio.sleep(0)
         while self._idle:
             worker = self._idle.pop()
             if not worker.reader.at_eof():

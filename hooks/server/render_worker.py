@@ -31,9 +31,9 @@ Job = tuple[str, tuple[Any, ...]]  # MODULE:FUNCTION, and its arguments, which a
 
 
 def fork_workers(descriptor: int, prepared: tuple[Job, ...], memory: int, kept: int) -> None:
-    """Does some jobs, and then forks a worker for each socket that comes from the pool, and ends those whose pid comes,
-    until the pool is gone. `memory`: bytes that a worker may take; `kept`: one that has taken more ends after its job.
-    """
+    """Does some jobs, says so, and then forks a worker for each socket that comes from the pool, and ends those whose
+    pid comes, until the pool is gone. `memory`: bytes that a worker may take; `kept`: one that has taken more ends
+    after its job."""
     pool = socket.socket(fileno=descriptor)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it is the pool that ends them
         signal.signal(ignored, signal.SIG_IGN)
@@ -41,6 +41,7 @@ def fork_workers(descriptor: int, prepared: tuple[Job, ...], memory: int, kept: 
         _call(job)
     gc.freeze()
     forker, workers = os.getpid(), set[int]()
+    pool.send(LENGTH.pack(forker))
     while True:
         message, descriptors, *_ = socket.recv_fds(pool, LENGTH.size, 1)
         while workers and (ended := os.waitpid(-1, os.WNOHANG)[0]):

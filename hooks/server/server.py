@@ -68,8 +68,9 @@ class Server:
         self.loops: dict[str, Loop] = {}
         self._handles: list[Managed] = []
         sources = [source_of(name, own_templates=address.own_templates) for name in names]
-        self._pool = RenderPool(prepared_by(sources))
-        grid = Grid(*governors.composed_with(device).tuning.serving.measured) if len(names) > 1 else None
+        tuning = governors.composed_with(device).tuning
+        self._pool = RenderPool(prepared_by(sources), tuning.clients)
+        grid = Grid(*tuning.serving.measured) if len(names) > 1 else None
         served = []
         try:
             for name, shown, source in zip(names, address.names or names, sources, strict=True):
@@ -80,6 +81,7 @@ class Server:
                 loop = self.loops[name] = Loop(model, ContinuousBatchingConfig(**batching), address.waiting)
                 served.append(described(shown, loop, source, pooled(self._pool), model))
                 say(f"{name}: {self._handles[-1]!r}")
+            self._pool.wait()
         except BaseException:
             self._pool.close()
             raise

@@ -447,7 +447,7 @@ class Clients:
     # Connections at once: less where the process may have fewer files, of which it needs `files` more (at most a
     # quarter of all) for models and prefixes. Chosen: more than clients of one machine's models have.
     connections: int = 4096
-    files: int = 256
+    files: int = 1024
     # Lines of the log in a second, of each logger: a client may cause one with each request. Chosen.
     lines: int = 20
     # Bytes of a body: so many for each token of the longest sequence, and so many for all else (schemas, tools, short
