@@ -36,7 +36,8 @@ NAME = "org/model"
 CHAT = r"""{% if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>{% endif %}
 {%- for message in messages %}{% if message.role == 'judge' or 'no judges' in message.content %}
 {{- raise_exception('no judges here') }}{% endif %}<|im_start|>{{ message.role }}
-{%- if message.name %} {{ message.name }}{% endif %}{{ '\n' + message.content }}{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{%- if message.name %} {{ message.name }}{% endif %}{{ '\n' + message.content }}
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function | tojson }}</tool_call>{% endfor %}
 {%- if message.tool_call_id %} {{ message.tool_call_id }}{% endif %}<|im_end|>
 {% endfor %}{% if reasoning_effort %}effort {{ reasoning_effort }} {% endif %}{{ mood }}<|im_start|>assistant
