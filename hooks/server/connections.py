@@ -22,7 +22,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...offload.policy.tuning import DEFAULT, Clients
+from ...offload.policy.tuning import DEFAULT, ClientLimits
 
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 
@@ -38,7 +38,7 @@ class Connections:
     """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here."""
 
     def __init__(
-        self, files: int, tuning: Clients = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
+        self, files: int, tuning: ClientLimits = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`files`: that the process may open."""
         self.most = max(1, min(tuning.connections, files - min(tuning.files, files // 4)))

@@ -39,7 +39,7 @@ from ballonet.hooks.server.render_pool import RenderPool
 from ballonet.hooks.server.rendering import Source
 from ballonet.hooks.server.served import Models, Served, pooled, prepared_by
 from ballonet.hooks.watch.endpoint import listen
-from ballonet.offload.policy.tuning import DEFAULT, Clients
+from ballonet.offload.policy.tuning import DEFAULT, ClientLimits
 
 from .. import programs
 from ..tuned import Clock
@@ -58,7 +58,7 @@ async def answer_health(request: Request) -> JSONResponse:
 class Scene:
     """A server of a small application, on a thread of its own."""
 
-    def __init__(self, doors: Doors, tuning: Clients, most: int = 1000, longest: int = 0) -> None:
+    def __init__(self, doors: Doors, tuning: ClientLimits, most: int = 1000, longest: int = 0) -> None:
         self.bodies: list[int] = []  # bytes that reached the application
         self.cancelled = threading.Event()  # is set once a stream was
         self.stuck = threading.Semaphore(0)  # is released by each request that waits for ever
@@ -601,7 +601,7 @@ def test_a_hostile_request_is_refused_by_name(path: str, body: dict[str, Any], s
 
 
 def test_health_is_answered_while_a_client_s_template_loops(real: Real) -> None:
-    """Its client leaves then, and so the process that renders is ended."""
+    """Once its client leaves the process that renders is ended."""
     with real.post(CHATS, {"messages": [USER], "chat_template": LOOP}) as hostile:
         for _ in range(20):
             assert ask(real.port, "/health") == 200
