@@ -1,7 +1,7 @@
 """One HTTP request to an endpoint: its body and headers, its answer or stream, and errors as OpenAI has them.
 
 Note [One name, two requests]
-    ClientLimits choose the name of a request as `x-request-id`. A name that has not ended cannot be given again (HTTP 409,
+    Clients choose the name of a request as `x-request-id`. A name that has not ended cannot be given again (HTTP 409,
     by the engine): a proxy may repeat a request with the same name.
 """
 

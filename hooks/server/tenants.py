@@ -11,7 +11,7 @@ Note [Longer than the model]
     table's end would fail every request (`Batched.positions`).
 
 Note [One name, two requests]
-    ClientLimits choose the name of a request as `x-request-id`, by which answers are sent to them. Of two requests with one
+    Clients choose the name of a request as `x-request-id`, by which answers are sent to them. Of two requests with one
     name the later would get the answers of both, and the earlier none. It happens: a proxy repeats a request with the
     same name.
 """
