@@ -34,7 +34,7 @@ class Update:
     ended: Literal["stop", "length"] | None = None
 
 
-class Denial(Exception):  # noqa: N818  a refusal is no fault of the server
+class Denial(Exception):  # a refusal is no fault of the server
     """What a request is answered instead of being computed, or computed further. `status`: of HTTP; `code`: OpenAI's
     name of the kind; `param`: the field it is about; `retry_after`: seconds after which trying again may help."""
 
