@@ -166,7 +166,7 @@ def test_logprobs_are_the_model_s_own(temperature: float) -> None:
         for n, most in enumerate(wanted)
     ]
     drawn = draw(rows.half(), asked, 4)
-    for row, token, most, chosen in zip(expected, drawn.tokens.tolist(), wanted, drawn.told(), strict=True):
+    for row, token, most, chosen in zip(expected, drawn.tokens.tolist(), wanted, drawn.told(drawn.tokens.tolist()), strict=True):
         assert chosen.token == token
         if most is None:
             assert chosen == ChosenToken(token)
@@ -268,7 +268,7 @@ def test_what_is_told_has_the_rows_order() -> None:
     wanted: list[int | None] = [2, None, 1, 0, None, 2, 3, None, 1]
     asked = [Row(Sampling(n, (n % 2) * 1.0, logprobs=most), n) for n, most in enumerate(wanted)]
     drawn: Drawn = draw(rows, asked, 2)
-    assert [chosen.token for chosen in drawn.told()] == drawn.tokens.tolist()
-    assert [len(chosen.likeliest) for chosen in drawn.told()] == [most or 0 for most in wanted]
-    pairs = itertools.pairwise(drawn.told()[0].likeliest)
+    assert [chosen.token for chosen in drawn.told(drawn.tokens.tolist())] == drawn.tokens.tolist()
+    assert [len(chosen.likeliest) for chosen in drawn.told(drawn.tokens.tolist())] == [most or 0 for most in wanted]
+    pairs = itertools.pairwise(drawn.told(drawn.tokens.tolist())[0].likeliest)
     assert all(one[1] >= other[1] for one, other in pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -13,7 +13,7 @@ from ..server.application import Address, Application
 from ..watch.registry import Addition
 from .channel import Wakeup
 from .child_processes import ChildProcesses, ReplicaPipes
-from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
+from .frontend import FleetEngine, RequestSink, ShapeOnly
 from .microbatch_plan import Request
 from .pair import Store
 from .supervisor import Fleet, FleetState, FleetSupervisor, SupervisorPorts
@@ -100,7 +100,7 @@ class ServedFleet(Protocol):
     def clients(self) -> RequestSink:
         """What takes clients' requests."""
 
-    def start(self, front: FrontendManager) -> None:
+    def start(self, front: FleetEngine) -> None:
         """Starts the replicas, and waits until one of them serves. `front`: is given answers. ManageError."""
 
     def state(self) -> FleetState:
@@ -117,7 +117,7 @@ class LocalFleet:
         """`say`: prints a line. ManageError; ConfigError where a file cannot be written."""
         self._tuning = fleet.options.tuning
         self._say = say
-        self._front: FrontendManager | None = None
+        self._front: FleetEngine | None = None
         self._links = Store.host(LOCAL, timeout=self._tuning.store)  # ends with this object
         wakeup = Wakeup()
         pipes = ReplicaPipes(LOCAL, self._links.port, wakeup)
@@ -136,7 +136,7 @@ class LocalFleet:
         """Ids of the processes of replicas."""
         return self._children.processes
 
-    def start(self, front: FrontendManager) -> None:
+    def start(self, front: FleetEngine) -> None:
         """Starts the replicas, and waits until one of them serves. ManageError."""
         self._front = front
         self._say(f"{self._count} replicas start as processes of this machine")
@@ -167,14 +167,13 @@ class ReplicaServer:
         self.address = address
         self.fleet = fleet
         self._figures = FleetMetrics(fleet.state)
-        front = FrontendManager(fleet.clients)
-        state = FrontendState(FrontendLoop(front, fleet.clients, address.waiting), front)
         try:
             models = ShapeOnly([name], "cpu")
-            models.load_model_and_processor(models.process_model_name(name))
-            self._application = Application(models, state, address, say)
+            model, _ = models.load_model_and_processor(models.process_model_name(name))
+            self.engine = FleetEngine(fleet.clients, model.config, address.waiting)
+            self._application = Application(models, cast(Any, self.engine), address, say)
             self.app = self._application.app
-            fleet.start(front)
+            fleet.start(self.engine)
         except BaseException:
             self.close()
             raise

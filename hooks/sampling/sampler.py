@@ -34,7 +34,7 @@ from .settings import ChosenToken, Sampling
 
 _KEY: Final = struct.Struct("<qq")
 _BITS: Final = struct.Struct("<Q")
-_WORD: Final = 32  # tokens of a word of a grammar's mask
+WORD: Final = 32  # tokens of a word of a mask
 
 
 def uniform(seed: int, position: int) -> float:
@@ -137,9 +137,9 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     logprobs: Sequence[tuple[Sequence[int], Sequence[int], Logprobs]]
 
-    def told(self) -> list[ChosenToken]:
-        """Returns the tokens of all rows. Waits for the device."""
-        chosen = [ChosenToken(token) for token in self.tokens.tolist()]
+    def told(self, tokens: Sequence[int]) -> list[ChosenToken]:
+        """Returns the rows' `tokens`, which are on the host by now. Waits for the device."""
+        chosen = [ChosenToken(token) for token in tokens]
         for rows, most, logprobs in self.logprobs:
             for row, token in zip(rows, logprobs.told([chosen[row].token for row in rows], most), strict=True):
                 chosen[row] = token
@@ -235,7 +235,7 @@ class _Part:
         if self._masked:
             words = torch.stack([allowed() for _, allowed in self._masked])
             masked = put([n for n, _ in self._masked], torch.int64, self._device)
-            bits = torch.arange(_WORD, dtype=torch.int32, device=self._device)
+            bits = torch.arange(WORD, dtype=torch.int32, device=self._device)
             forbidden = (move(words, self._device)[:, :, None] >> bits & 1 == 0).flatten(1)
             scores[masked] = scores[masked].masked_fill(forbidden[:, : scores.shape[-1]], -torch.inf)
         if self._late:

@@ -9,7 +9,7 @@ ballonet       one loop per model (tenants.py), `/metrics`, refusals with number
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from transformers import ContinuousBatchingConfig
@@ -23,7 +23,7 @@ from ..profile import Grid
 from ..watch.registry import Addition
 from .application import Address, Application
 from .loading import load, models_on
-from .tenants import Tenants
+from .tenants import Loop, Tenants
 
 
 class RequestCollector(Addition):
@@ -40,7 +40,7 @@ class RequestCollector(Addition):
         buffers = GaugeMetricFamily(
             "ballonet_host_buffer_bytes", "Host memory that KV of prompts may have, by model.", labels=["model"]
         )
-        for name, loop in tuple(self._tenants.loops.items()):
+        for name, loop in tuple(self._tenants.items()):
             model = name.removesuffix("@main")  # as everywhere else in the registry
             running, waiting = loop.queued
             requests.add_metric([model, "running"], running)
@@ -65,13 +65,15 @@ class Server:
         """Loads the models. `say`: is called with each line for people. `batching`: arguments of
         ContinuousBatchingConfig. ManageError where a model cannot be found or loaded, torch.OutOfMemoryError."""
         self._say = say
-        self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
+        self.tenants = Tenants()
+        self._waiting = address.waiting
+        self._settings = ContinuousBatchingConfig(**batching)
         self._models = models_on(device, names)
         self._handles: dict[str, Managed] = {}
         grid = Grid(*governors.composed_with(device).tuning.serving.measured) if len(names) > 1 else None
         for name in names:
             self._load(name, options, grid)
-        self._application = Application(self._models, self.tenants, address, say)
+        self._application = Application(self._models, cast(Any, self.tenants), address, say)
         self._figures = RequestCollector(self.tenants)
         self.app = self._application.app
 
@@ -82,7 +84,7 @@ class Server:
     def close(self) -> None:
         """Ends the loops, and frees the models' memory."""
         self._figures.close()
-        self.tenants.shutdown()
+        self.tenants.close()
         while self._handles:
             self._handles.popitem()[1].release()
         self._models.shutdown()
@@ -92,5 +94,7 @@ class Server:
         other models run."""
         self._say(f"loading {name}")
         model = load(self._models, name)
+        _, tokenizer = self._models.load_model_and_processor(self._models.process_model_name(name))
         self._handles[name] = managed(model, options, grid=grid)
+        self.tenants[name] = Loop(model, tokenizer, self._settings, self._waiting)
         self._say(f"{name}: {self._handles[name]!r}")

@@ -342,6 +342,9 @@ class Serving:
     # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
     # estimate of its peak. Chosen.
     reserve: int = 64
+    # Bytes for each logit while tokens are chosen: two copies of the scores, sorted ones with their ids, sums in
+    # float64. By it rows of logits are chosen, and tokens of a prompt are scored, in parts that fit into the reserve.
+    logit: int = 32
     # Iterations in which others may pass a request that does not fit. A prompt takes tens of iterations to be decoded,
     # so a waiting one is looked at again several times before it holds up the rest. Chosen.
     patience: int = 16
@@ -373,6 +376,8 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
+    # Seconds after which a request that was refused as too many wait may be sent again: some steps. Chosen.
+    retry: float = 1.0
     # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
     told: float = 5.0
     # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
