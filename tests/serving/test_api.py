@@ -360,7 +360,6 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("text", {"logit_bias": {"w3": 1}}, 400, "logit_bias"),
     ("text", {"logit_bias": {"258": 1}}, 400, "logit_bias"),
     ("text", {"logit_bias": {str(n): 1 for n in range(ASKING.biases + 1)}}, 400, "logit_bias"),
-    ("text", {"stop_token_ids": [258]}, 400, "stop_token_ids"),
     ("text", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ("text", {"generation_config": "{}"}, 400, "generation_config"),
     ("text", {"structured_outputs": {}}, 400, "structured_outputs"),
