@@ -166,9 +166,8 @@ def test_logprobs_are_the_model_s_own(temperature: float) -> None:
         for n, most in enumerate(wanted)
     ]
     drawn = draw(rows.half(), asked, 4)
-    for row, token, most, chosen in zip(
-        expected, drawn.tokens.tolist(), wanted, drawn.told(drawn.tokens.tolist()), strict=True
-    ):
+    tokens = drawn.tokens.tolist()
+    for row, token, most, chosen in zip(expected, tokens, wanted, drawn.told(tokens), strict=True):
         assert chosen.token == token
         if most is None:
             assert chosen == ChosenToken(token)

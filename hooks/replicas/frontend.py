@@ -92,10 +92,9 @@ class FleetEngine:
             return
         kind, _, why = error.partition(": ")
         status, code = _REFUSALS.get(kind, (503, "unavailable"))
-        said = why if kind in _REFUSALS else error
-        for name in (f"request {request.name}", request.name):
-            said = said.replace(name, "the request")
-        tell([(listener, Denial(status, said, code))])
+        if kind in _REFUSALS:  # which begins with the request's name
+            error = "the request" + why.removeprefix("request ").removeprefix(request.name)
+        tell([(listener, Denial(status, error, code))])
 
     def tell(self) -> None:
         """Begins to end all requests, without waiting; their clients are notified."""

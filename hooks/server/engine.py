@@ -58,6 +58,9 @@ class Denial(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    def __str__(self) -> str:
+        return self.message
+
 
 class Engine(Protocol):
     """Computes the answers of one model. Used by the event loop's thread, which nothing here may hold up."""

@@ -206,7 +206,7 @@ class Loop:
             scheduler.slos.note(name, RequestSLO(generation.ttft, generation.tpot, scheduler.clock()))
             if (late := scheduler.slos.impossible(name, prompt, new)) is not None:
                 scheduler.slos.note(name, NOTHING)
-                raise Denial(422, str(late).replace(f"request {name}", _THE_REQUEST), "slo_not_kept")
+                raise Denial(422, _THE_REQUEST + str(late).removeprefix(f"request {name}"), "slo_not_kept")
 
     @functools.cached_property
     def _grammars(self) -> Grammars:

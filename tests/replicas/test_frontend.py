@@ -1,123 +1,192 @@
-"""Clients of a server with replicas, between their handlers and the supervisor; and SLOs that requests come with, from
-the HTTP header to the replica that keeps them, less the time that has passed.
+"""Clients of a server with replicas, between its endpoints and the supervisor; and SLOs that requests come with, to the
+replica that keeps them, less the time that has passed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
 from msgspec.structs import replace
-from transformers import GenerationConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from ballonet.allocator.errors import SLOError
-from ballonet.hooks.replicas.http_frontend import FrontendLoop, FrontendManager
+from ballonet.hooks.replicas.frontend import FleetEngine
 from ballonet.hooks.replicas.messages import Start
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.stage import Stage
-from ballonet.hooks.server.tenants import asked_slo
+from ballonet.hooks.sampling.settings import ChosenToken, Sampling
+from ballonet.hooks.server.engine import Denial, Generation, Listener, Update, tell
 from ballonet.offload.policy.replicas.groups import alone
 from ballonet.offload.policy.step_costs import NOTHING, Parts, RequestSLO
 
 from ..models import build
 from ..serving.batches import prompts
+from ..serving.sampled import answer, denied
 from .stages import Replicas, Told, install, requests
 from .test_supervisor import Scene
 
-MODEL: Any = SimpleNamespace(config=LlamaConfig())
-READER: Any = SimpleNamespace(decode=lambda ids, **_: f"{ids}")
-OPTIONS = GenerationConfig(max_new_tokens=1, do_sample=False)
-
-
-def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> None:
-    """Clients choose names: a proxy that sends a request again does so with the same one."""
-    taking = Takes()
-    front = FrontendManager(taking)
-    loop = FrontendLoop(front, taking, 8)
-    loop.init_cb(MODEL, OPTIONS)
-
-    async def scene() -> None:
-        def asked(name: str = "a") -> Any:
-            return loop.generate_non_streaming(MODEL, READER, {"input_ids": [1, 2]}, OPTIONS, name)
-
-        first = asyncio.ensure_future(asked())
-        await asyncio.sleep(0)
-        second = asyncio.ensure_future(asked())
-        await asyncio.sleep(0)
-        assert second.done()
-        with pytest.raises(HTTPException, match="has not ended") as caught:
-            second.result()
-        assert caught.value.status_code == 409
-        other = asyncio.ensure_future(asked("b"))
-        await asyncio.sleep(0)
-        for number, request in enumerate(taking.asked):
-            front.deliver(request.with_token(7 + number))
-        assert [(await task)[0] for task in (first, other)] == ["[7]", "[8]"]
-        again = asyncio.ensure_future(asked())
-        await asyncio.sleep(0)
-        front.deliver(taking.asked[-1].with_token(9))
-        assert (await again)[0] == "[9]"
-
-    asyncio.run(scene())
-    assert [request.name for request in taking.asked] == ["a", "b", "a"]
-
-
-def test_token_for_a_client_whose_event_loop_has_ended_is_no_error() -> None:
-    """The loop ends just when it is asked whether it has."""
-    front, loop = FrontendManager(Takes()), asyncio.new_event_loop()
-    loop.close()
-    ending: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=loop.call_soon_threadsafe)
-    front._handlers["a"] = print, ending
-    front.deliver(replace(Request("a", (1,), 1), delivered=(7,)))
-    assert not front.has("a")
-
-
-# SLOs
-
-
+CONFIG = LlamaConfig(vocab_size=60, max_position_embeddings=32)
 SLOW = Parts(fixed=1.0, row=0.0, key=0.0, pair=0.0)  # a second a step
 
 
 class Takes:
     """A supervisor that only remembers."""
 
+    failed: str | None = None
+    waiting = 0
+
     def __init__(self) -> None:
         self.asked: list[Request] = []
-
-    waiting = 0
+        self.cancelled: list[str] = []
 
     def submit(self, request: Request) -> str | None:
         self.asked.append(request)
-        return None
+        return self.failed
 
-    def cancel(self, name: str) -> None: ...
+    def cancel(self, name: str) -> None:
+        self.cancelled.append(name)
 
     def end_requests(self) -> None: ...
 
 
-@pytest.mark.parametrize("slo", [None, (0.5, None), (None, 0.02)])
-def test_the_headers_of_a_request_go_with_it(slo: tuple[float | None, float | None] | None) -> None:
+def asked_of(name: str = "a", *prompt: int, **more: Any) -> Generation:
+    return Generation(name, prompt or (1, 2), **{"most": 3, "sampling": Sampling(), **more})
+
+
+async def begun(engine: FleetEngine, asked: Generation) -> asyncio.Task[Any]:
+    task = asyncio.ensure_future(answer(engine, asked))
+    await asyncio.sleep(0)
+    return task
+
+
+def test_an_answer_comes_as_it_is_delivered() -> None:
     taking = Takes()
-    front = FrontendManager(taking)
+    engine = FleetEngine(taking, CONFIG, 8)
+    tokens = ChosenToken(7, -0.5, ((7, -0.5),)), ChosenToken(8, -0.1), ChosenToken(9, -0.2)
 
-    def handled() -> None:
-        asked_slo.set(slo)
-        FrontendLoop(front, taking, 8).init_cb(None, GenerationConfig(do_sample=False))
-        front.add_request([1, 2], "a", 3)
+    async def scene() -> None:
+        for count, ended in ((3, "length"), (2, "stop")):
+            task = await begun(engine, asked_of(sampling=Sampling(3, 0.5), ends=() if count == 3 else (8,)))
+            request = taking.asked[-1]
+            for token in tokens[:count]:
+                request = request.with_token(token)
+                await asyncio.to_thread(engine.deliver, request)
+            assert await task == ([*tokens[:count]], ended)
+        assert [(request.prompt, request.new, request.sampling.seed) for request in taking.asked] == [
+            ((1, 2), 3, 3)
+        ] * 2
+        assert not taking.cancelled
 
-    contextvars.copy_context().run(handled)
-    assert [(request.ttft, request.tpot) for request in taking.asked] == [slo or (None, None)]
+    asyncio.run(scene())
+
+
+def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> None:
+    """Clients choose names: a proxy that sends a request again does so with the same one."""
+    taking = Takes()
+    engine = FleetEngine(taking, CONFIG, 8)
+
+    async def scene() -> None:
+        first = await begun(engine, asked_of())
+        denial = await denied(engine, asked_of())
+        assert denial is not None
+        assert denial.status == 409
+        first.cancel()
+        await asyncio.wait([first])
+        assert taking.cancelled == ["a"]
+        again = await begun(engine, asked_of())
+        assert not again.done()
+        again.cancel()
+
+    asyncio.run(scene())
+    assert [request.name for request in taking.asked] == ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        (asked_of("a", 1, 60), 400, "invalid_value"),
+        (Generation("a", (), 3, Sampling()), 400, "invalid_value"),
+        (asked_of(sampling=Sampling(bias=((60, 1.0),))), 400, "invalid_value"),
+        (asked_of(sampling=Sampling(grammar="start: /a/")), 400, "unsupported_parameter"),
+        (asked_of("a", *range(30)), 400, "context_length_exceeded"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(asked: Generation, status: int, code: str) -> None:
+    denial = asyncio.run(denied(FleetEngine(Takes(), CONFIG, 8), asked))
+    assert denial is not None
+    assert (denial.status, denial.code) == (status, code)
+
+
+def test_more_requests_than_may_wait_are_told_when_to_come_again() -> None:
+    taking = Takes()
+    taking.waiting = 8
+    denial = asyncio.run(denied(FleetEngine(taking, CONFIG, 8), asked_of()))
+    assert denial is not None
+    assert (denial.status, denial.retry_after) == (429, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        ("SLOError: request a: tpot of 1 s cannot be kept", 422, "the request: tpot of 1 s cannot be kept"),
+        ("RequestTooLarge: a needs 3 GiB", 413, "the request needs 3 GiB"),
+        ("no replica is left", 503, "no replica is left"),
+    ],
+)
+def test_an_error_of_replicas_ends_its_request(error: str, status: int, text: str) -> None:
+    taking = Takes()
+    engine = FleetEngine(taking, CONFIG, 8)
+
+    async def scene() -> None:
+        task = await begun(engine, asked_of())
+        await asyncio.to_thread(engine.deliver, taking.asked[0], error)
+        with pytest.raises(Denial, match=text) as caught:
+            await task
+        assert caught.value.status == status
+
+    asyncio.run(scene())
+
+
+def test_a_fleet_that_has_failed_answers_nothing() -> None:
+    taking = Takes()
+    engine = FleetEngine(taking, CONFIG, 8)
+    assert engine.answers
+    taking.failed = "replicas do not start"
+    assert not engine.answers
+    denial = asyncio.run(denied(engine, asked_of()))
+    assert denial is not None
+    assert (denial.status, denial.message) == (503, taking.failed)
+
+
+def test_token_for_a_client_whose_event_loop_has_ended_is_no_error() -> None:
+    async def listening() -> Listener:
+        return Listener(asked_of())
+
+    tell([(asyncio.run(listening()), Update((ChosenToken(7),)))])
+
+
+# SLOs
+
+
+@pytest.mark.parametrize("slo", [(None, None), (0.5, None), (None, 0.02)])
+def test_the_slos_of_a_request_go_with_it(slo: tuple[float | None, float | None]) -> None:
+    taking = Takes()
+
+    async def scene() -> None:
+        task = await begun(FleetEngine(taking, CONFIG, 8), asked_of(ttft=slo[0], tpot=slo[1]))
+        task.cancel()
+
+    asyncio.run(scene())
+    assert [(request.ttft, request.tpot) for request in taking.asked] == [slo]
 
 
 def test_a_first_token_is_asked_for_until_it_is_there() -> None:
     request = Request("a", (1,), 5, ttft=2.0, tpot=0.1, waited=0.5)
     assert request.slo(10.0) == RequestSLO(2.0, 0.1, 9.5)
-    assert request.with_token(3).slo(10.0) == RequestSLO(None, 0.1, 9.5)
-    assert replace(request, tpot=None).with_token(3).slo(10.0) == NOTHING
+    assert request.with_token(ChosenToken(3)).slo(10.0) == RequestSLO(None, 0.1, 9.5)
+    assert replace(request, tpot=None).with_token(ChosenToken(3)).slo(10.0) == NOTHING
     assert Request("a", (1,), 5).slo(10.0) == NOTHING
 
 

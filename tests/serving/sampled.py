@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import ContinuousBatchingConfig
 import ballonet
 from ballonet.hooks.sampling.sampler import Counts, Row, draw
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
-from ballonet.hooks.server.engine import Denial, Engine, Generation
+from ballonet.hooks.server.engine import Denial, Engine, Generation, Update
 from ballonet.hooks.server.tenants import Loop
 
 from .batches import BLOCK
@@ -54,8 +54,13 @@ def alone(model: Any, asked: Generation) -> list[ChosenToken]:
 
 async def answer(engine: Engine, asked: Generation) -> tuple[list[ChosenToken], str | None]:
     """All tokens of an answer, and why it ended."""
+    return await answer_of(engine.generate(asked))
+
+
+async def answer_of(updates: AsyncGenerator[Update, None]) -> tuple[list[ChosenToken], str | None]:
+    """What is left of an answer."""
     tokens, ended = list[ChosenToken](), None
-    async for update in engine.generate(asked):
+    async for update in updates:
         tokens += update.tokens
         ended = update.ended
     return tokens, ended

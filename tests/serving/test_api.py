@@ -559,10 +559,11 @@ def test_a_response_is_made_of_items(scene: Scene) -> None:
     assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
     assert events[0].type == "response.created"
     assert events[-1].type == "response.completed"
-    back = [item.model_dump() for item in whole.output]
     answered = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
     scene.says("so 7")
-    last = scene.openai.responses.create(model=NAME, input=[USER, *back, answered], tools=tools, max_output_tokens=2)
+    last = scene.openai.responses.create(
+        model=NAME, input=[USER, *whole.output, answered], tools=tools, max_output_tokens=2
+    )
     assert "<think>hm</think><tool_call>" in scene.prompt
     assert f"tool\n7 {call.call_id}" in scene.prompt
     assert (last.status, last.incomplete_details.reason) == ("incomplete", "max_output_tokens")
