@@ -23,7 +23,7 @@ from ballonet.hooks.batching.steps import PagePreemption
 from ballonet.hooks.sampling.loop import SAMPLING, LoopSampler, SampledRequest
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.server.engine import Denial, Generation, Update
-from ballonet.hooks.server.tenants import Loop, Tenants
+from ballonet.hooks.server.tenants import Loop
 
 from ..models import VOCABULARY, build
 from . import asynchronous
@@ -451,17 +451,15 @@ def _none(*_: object, **__: object) -> None:
 
 def test_all_who_wait_are_told_that_the_server_ends() -> None:
     async def scene(loop: Loop) -> None:
-        tenants = Tenants({"a model": loop})
         streams = [(await first_of(loop, named([3, n], 400, Sampling())))[0] for n in range(4, 8)]
-        tenants.tell()
+        loop.tell()
         for updates in streams:
             denial = await denial_of(updates)
             assert (denial.status, denial.message) == (503, "the server shuts down")
         denial = await denied(loop, named([3], 2, Sampling()))
         assert denial is not None
         assert (denial.status, loop.answers) == (503, False)
-        await asyncio.to_thread(tenants.close)
-        assert not tenants
+        await asyncio.to_thread(loop.close)
 
     install(256)
     in_a_loop(llama(), scene)
