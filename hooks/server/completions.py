@@ -15,7 +15,7 @@ from starlette.responses import Response
 from ..sampling.settings import ChosenToken
 from . import requests
 from .answers import Draft, Piece, Usage, pieces, together, told
-from .engine import Denial, Generation
+from .engine import Generation
 from .fields import decoded
 from .http import Call, answered, streamed
 from .rendering import Job, Rendered
@@ -73,8 +73,6 @@ async def _rendered(model: Served, body: requests.Completions) -> Rendered:
     grammar = form_of(body, body.response_format)
     texts = tuple(prompt for prompt in body.prompts if isinstance(prompt, str))
     prompts = tuple(tuple(prompt) for prompt in body.prompts if not isinstance(prompt, str))
-    if any(token >= model.vocabulary for prompt in prompts for token in prompt):
-        raise Denial(400, f"prompt: there are {model.vocabulary} tokens", "invalid_value", "prompt")
     if not texts and grammar is None:
         return Rendered(prompts)
     made = await model.render(Job(texts=texts, grammar=grammar))
@@ -93,7 +91,7 @@ class _Answer:
         logprobs = 0 if body.logprobs is None and self._tries > (body.n or 1) else body.logprobs
         self._generations = []
         for number, prompt in enumerate(rendered.prompts):
-            first = generation_of(model, call, body, prompt, body.max_tokens or None, logprobs, rendered.grammar)
+            first = generation_of(model, call, body, prompt, body.max_tokens, logprobs, rendered.grammar)
             first = first if not number else replace(first, name=f"{first.name}-p{number}")
             self._generations += [numbered(first, choice) for choice in range(self._tries)]
         self._drafts = [Draft() for _ in self._generations]

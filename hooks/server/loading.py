@@ -57,12 +57,17 @@ def loaded(name: str, device: Device, say: Callable[[str], object]) -> Any:
     return load(name, device)
 
 
+def config_of(source: Source) -> Any:
+    """Reads a model's configuration. OSError, ValueError."""
+    return AutoConfig.from_pretrained(source.name, revision=source.revision)
+
+
 def source_of(name: str, *, own_templates: bool) -> Source:
     """Returns where a model's tokenizer is. `own_templates`: may clients send chat templates? ManageError, also for a
     model that takes more than text."""
     repository, revision = parts_of(name)
     try:
-        config = AutoConfig.from_pretrained(repository, revision=revision)
+        config = config_of(Source(repository, revision))
         source = Source(repository, revision, config.model_type, own_templates)
         tokenizer_of(source)
     except Exception as error:  # any error: files and transformers may raise anything
@@ -75,11 +80,8 @@ def source_of(name: str, *, own_templates: bool) -> Source:
 def described(shown: str, engine: Engine, source: Source, renderer: Renderer, model: Any = None) -> Served:
     """Describes a model to endpoints. `shown`: the name that clients ask for; `model`: it; None: its files say the
     same."""
-    if model is None:
-        config = AutoConfig.from_pretrained(source.name, revision=source.revision)
-        generation = _generation(source, config)
-    else:
-        config, generation = model.config, model.generation_config
+    config = config_of(source) if model is None else model.config
+    generation = _generation(source, config) if model is None else model.generation_config
     longest, ends = longest_sequence(config) or None, ends_of(generation, tokenizer_of(source))
     return Served(shown, engine, source, renderer, longest, config.vocab_size, ends, Defaults.of(generation))
 

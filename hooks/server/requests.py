@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 
 from ..sampling.settings import Sampling
 from . import fields
-from .engine import Denial
 from .fields import ASKING, CacheHint, Checked, No, Nothing, Schema
 from .messages import Item, Messages
 
@@ -83,12 +82,8 @@ class Asked(Checked, kw_only=True):
         """Does the last chunk of a stream say how many tokens there were?"""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, defaults: Defaults, vocabulary: int, logprobs: int | None, grammar: str | None) -> Sampling:
-        """How tokens are chosen. `vocabulary`: tokens of the model. Denial 400 where it has not a token of a field."""
-        tokens = {"logit_bias": map(int, self.logit_bias or ()), "stop_token_ids": self.stop_token_ids or ()}
-        for name, given in tokens.items():
-            if (wrong := max(given, default=0)) >= vocabulary:
-                raise Denial(400, f"{name}: {wrong} is no token: there are {vocabulary}", "invalid_value", name)
+    def sampling(self, defaults: Defaults, logprobs: int | None, grammar: str | None) -> Sampling:
+        """How tokens are chosen."""
         top_k = _or(self.top_k, defaults.top_k)
         return Sampling(
             seed=secrets.randbelow(_SEEDS) if self.seed is None else self.seed,

@@ -24,7 +24,8 @@ from .anteroom import Anteroom
 from .application import Address, Application
 from .loading import described, load, source_of
 from .render_pool import RenderPool
-from .served import Models, pooled, prepared_by
+from .rendering import tokenizer_of
+from .served import Models, Served, pooled, prepared_by
 from .tenants import Loop
 
 
@@ -71,14 +72,14 @@ class Server:
         tuning = governors.composed_with(device).tuning
         self._pool = RenderPool(prepared_by(sources), tuning.clients)
         grid = Grid(*tuning.serving.measured) if len(names) > 1 else None
-        served = []
+        settings, served = ContinuousBatchingConfig(**batching), list[Served]()
         try:
             for name, shown, source in zip(names, address.names or names, sources, strict=True):
                 say(f"loading {name}")
                 model = load(name, device)
                 # measured first, so that its iteration times are known while other models run
                 self._handles.append(managed(model, options, grid=grid))
-                loop = self.loops[name] = Loop(model, ContinuousBatchingConfig(**batching), address.waiting)
+                loop = self.loops[name] = Loop(model, tokenizer_of(source), settings, address.waiting)
                 served.append(described(shown, loop, source, pooled(self._pool), model))
                 say(f"{name}: {self._handles[-1]!r}")
             self._pool.wait()

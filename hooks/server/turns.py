@@ -11,7 +11,7 @@ import msgspec
 
 from . import grammars
 from .answers import ArgumentsReader, CallsReader, PlainReader, Reader, Said, TemplateReader, pieces
-from .engine import Denial, Generation
+from .engine import Denial, Generation, check_fits
 from .fields import FunctionTool
 from .http import Call
 from .rendering import Conversation, Job
@@ -119,13 +119,14 @@ def generation_of(
     grammar: str | None,
 ) -> Generation:
     """Makes the request to an engine. Denial 400."""
-    if not prompt:
-        raise Denial(400, "the prompt has no tokens", "invalid_value")
     if most is not None and (body.min_tokens or 0) > most:
         raise Denial(400, f"min_tokens: {body.min_tokens} is more than {most}", "invalid_value", "min_tokens")
     ends = (*(() if body.ignore_eos else model.ends), *(body.stop_token_ids or ()))
-    sampling = body.sampling(model.defaults, model.vocabulary, logprobs, grammar)
-    return Generation(call.name, prompt, model.most(len(prompt), most), sampling, ends, call.ttft, call.tpot)
+    sampling = body.sampling(model.defaults, logprobs, grammar)
+    new = model.most(len(prompt), most)
+    generation = Generation(call.name, prompt, new, sampling, ends, call.ttft, call.tpot)
+    check_fits(generation, new, model.longest or 0, model.vocabulary)
+    return generation
 
 
 def numbered(generation: Generation, choice: int) -> Generation:

@@ -356,7 +356,6 @@ class Asking:
     name: int = 128  # characters of an x-request-id, or of a function's name
     # tokens of an answer where neither the request nor the model's generation config says: as transformers
     answer: int = 1024
-    retry: float = 1.0  # s, that a client is told to wait where an engine does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +365,9 @@ class Serving:
     # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
     # estimate of its peak. Chosen.
     reserve: int = 64
+    # Bytes for each logit while tokens are chosen: two copies of the scores, sorted ones with their ids, sums in
+    # float64. By it rows of logits are chosen, and tokens of a prompt are scored, in parts that fit into the reserve.
+    logit: int = 32
     # Iterations in which others may pass a request that does not fit. A prompt takes tens of iterations to be decoded,
     # so a waiting one is looked at again several times before it holds up the rest. Chosen.
     patience: int = 16
@@ -397,6 +399,8 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
+    # Seconds after which a request that was refused as too many wait may be sent again: some steps. Chosen.
+    retry: float = 1.0
     # Rounding to pages may take 1/32 of what the weights leave (layout.py): pages of 256 KiB for the model of the
     # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
     # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.

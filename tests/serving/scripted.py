@@ -72,8 +72,6 @@ class Scripted:
     async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
         """Answers by the script."""
         self.asked.append(generation)
-        if len(generation.prompt) + generation.most > LONGEST:
-            raise Denial(400, "longer than the longest sequence", "context_length_exceeded")
         left, over = generation.most, False
         ends = [END] if END in generation.ends else []
         try:
