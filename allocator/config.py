@@ -85,6 +85,8 @@ def _parse_seed(text: str, name: str) -> int:
     return int(text)
 
 
+API_KEY: Final = "BALLONET_API_KEY"  # of a server (hooks/server/doors.py); only it has this variable
+
 _SWITCH: Final = {
     "1": True,
     "on": True,

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 import ballonet
+from ballonet.__main__ import _parser
 from ballonet.allocator import devices
 
 from . import programs
@@ -242,3 +244,13 @@ def made_model(folder: Path, **changes: int | None) -> Path:
     config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **(sizes | changes))
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def test_the_unit_and_the_container_give_options_that_there_are() -> None:
+    unit, container = ((ROOT / "examples" / name).read_text() for name in ("ballonet.service", "Dockerfile"))
+    (started,) = re.findall("^ExecStart=.*?/ballonet (.*)", unit, re.MULTILINE)
+    (entry,) = re.findall("^ENTRYPOINT (.*)", container, re.MULTILINE)
+    (told,) = re.findall("ballonet (MODEL .*)", container)
+    for words in (started.split(), [*json.loads(entry)[1:], *told.split()]):
+        args = _parser().parse_args(words)
+        assert (args.models, args.api_key_file is None, args.grace) == (["MODEL"], False, 60)

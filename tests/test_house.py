@@ -117,7 +117,10 @@ FACTS = {
     "hooks/replicas/on_ray.py": {"_FOREVER"},  # Ray's word
     "hooks/replicas/ray_node.py": {"_STORE"},  # Ray's minimum
     "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
+    "hooks/server/answers.py": {"_IMPOSSIBLE"},  # OpenAI's
     "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
+    "hooks/server/render_worker.py": {"_PDEATHSIG"},  # of Linux
+    "hooks/server/requests.py": {"_SEEDS"},
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/files.py": {"_ENTRY"},
     "hooks/weights/ranges.py": {"_LOGITS"},
@@ -325,9 +328,8 @@ PROCESS = {
     "hooks/plan/forward.py": "seen _all_widths",  # a configuration has the same forwards whoever plans with it
     "hooks/prefix/sessions.py": "_stores _thread",  # `generate` is wrapped once; of one thread: may it be stored?
     "hooks/programs/first_use.py": "_installed _watching",  # a notebook loads the extension once
-    "hooks/replicas/http_frontend.py": "_options",  # of one request
     "hooks/replicas/pair.py": "_device local_address",  # links share a thread of gloo, by the machine's address
-    "hooks/server/tenants.py": "is_open asked_slo asked_seed",  # of one request
+    "hooks/server/rendering.py": "tokenizer_of answer_template _reserved",  # files of models, which nobody changes
     "hooks/splice/splice.py": "_known",  # what was proven of a class of models, which no model changes
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules

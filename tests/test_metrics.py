@@ -21,7 +21,7 @@ from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
 from ballonet.hooks.replicas.replica_server import FleetMetrics
 from ballonet.hooks.replicas.supervisor import FleetState
 from ballonet.hooks.watch import registry
-from ballonet.hooks.watch.endpoint import check_free
+from ballonet.hooks.watch.endpoint import listen
 
 from .dashboard import DASHBOARD, asked, expressions, sample_names
 from .models import build, prompts
@@ -140,10 +140,11 @@ def test_a_port_in_use_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(PortInUse, match=rf"127\.0\.0\.1:{port}: end it .*or port 0 for any that is free"):
             ballonet.metrics.serve(port)
         with pytest.raises(PortInUse):
-            check_free("localhost", port)
+            listen("localhost", port)
         assert main(["serve", "no-model", "--port", str(port)]) == 2, "before it loads anything"
         assert f":{port}: end it" in capsys.readouterr().err
-    check_free("127.0.0.1", port)
+    for listener in listen("127.0.0.1", port):
+        listener.close()
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, "9400", 1.5])
@@ -156,7 +157,7 @@ def test_an_address_of_another_machine() -> None:
     with pytest.raises(ConfigError, match="Choose an address of this machine"):
         ballonet.metrics.serve(0, "192.0.2.1")
     with pytest.raises(ConfigError, match=r"nothing can listen at nowhere\.invalid:9400: .*Name or service|resolution"):
-        check_free("nowhere.invalid", 9400)
+        listen("nowhere.invalid", 9400)
 
 
 def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

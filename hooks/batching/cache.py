@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from ...allocator.errors import DriverError
+from ...offload.policy.admission import logit_rows
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
@@ -60,6 +61,8 @@ class ElasticPagedCache(PagedAttentionCache):
         self.point: Point | None = None  # the next batch's
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
+        self.vocabulary: int = config.vocab_size
+        self._tuning = tuning
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
         self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see pages.py
         handler = PagedAttentionMemoryHandler(
@@ -129,6 +132,11 @@ class ElasticPagedCache(PagedAttentionCache):
         except (torch.OutOfMemoryError, DriverError):
             return False
         return bool(super().can_store_request_tokens(state, request_len))
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that a step may work on at once."""
+        return logit_rows(self.on.budget, self.vocabulary, self._tuning)
 
     def evict_kept(self, nbytes: int) -> bool:
         """Drops blocks that are only kept for prompts, the least valuable first, until sectors of so many bytes are

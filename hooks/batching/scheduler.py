@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ...allocator import devices
@@ -28,6 +29,7 @@ from ...offload.timeline.file import End
 from ...offload.timeline.recorder import recorders_of
 from ..measure.pace import packed
 from ..measure.timings import Latencies, RequestTimes
+from ..sampling.loop import is_scored
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
 from .selection import RequestSLOs, Selected, Selection
@@ -54,9 +56,9 @@ class ElasticScheduler(Scheduler):
         self.tuning = tuning
         self.slos = RequestSLOs(cache, lambda: cache.pages.client.governor.clock())
         self.selection = Selection(cache, memory, self.slos, others, tuning)
-        self.reasons = dict[str, Exception | None]()  # by request whose end the server waits for: why it failed
         self.cancelled: Callable[[str], object] = lambda request: None  # called once a cancelled request is removed
         self.progress = StepProgress(tuning)
+        self._scored: dict[str, int] = {}  # tokens of the step, by request whose prompt is scored
         self._none_fits = False  # is all free memory too little for each waiting request?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
@@ -150,6 +152,7 @@ class ElasticScheduler(Scheduler):
         where = selected.admission.where
         self.cache.on_host = frozenset(name for name, place in where.items() if place == "host")
         for chosen in selected.steps:
+            self._scored = {state.request_id: tokens for state, tokens in chosen if is_scored(state)}
             tokens = min(token_budget, sum(tokens for _, tokens in chosen))
             states = [state for state, _ in chosen]
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
@@ -158,6 +161,18 @@ class ElasticScheduler(Scheduler):
         self._needed = selected.admission.activations
         self._none_fits = self.memory.without_reserve and bool(where or selected.left_out) and not scheduled
         return scheduled, failed or bool(selected.left_out), fast, new, read
+
+    def _infer_request_tokens(self, state: Any, *args: Any) -> list[int]:
+        """Finds blocks with the beginning of a prompt, unless its own tokens are scored."""
+        computes_all = is_scored(state) and state.status != RequestStatus.DECODING
+        tokens: list[int]
+        tokens = state.remaining_prefill_tokens if computes_all else super()._infer_request_tokens(state, *args)
+        return tokens
+
+    def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *args: Any) -> None:
+        """Schedules a request, of a prompt that is scored no more tokens than were selected."""
+        most = self._scored.get(state.request_id, token_budget)
+        super()._schedule_request(state, request_tokens, min(token_budget, most), *args)
 
     def _note_scheduled(self, scheduled: list[Any], selected: Selected) -> None:
         """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""

@@ -63,10 +63,19 @@ _NEEDED: Final = (
     ("cache_allocators", "CacheAllocator.mark_complete_blocks", ("request_id", "token_ids")),
     ("scheduler", "Scheduler.__init__", ("cache", "safety_margin", "max_requests_per_batch")),
     ("scheduler", "Scheduler._process_candidates", ("candidates", "token_budget")),
+    ("scheduler", "Scheduler._infer_request_tokens", ("state",)),
+    ("scheduler", "Scheduler._schedule_request", ("state", "request_tokens", "token_budget")),
     ("offloading_manager", "OffloadingManager.__init__", ("cache", "scheduler")),
     ("offloading_manager", "OffloadingManager.offload_requests", ()),
     ("offloading_manager", "OffloadingManager.restore_scheduled_requests", ("requests_in_batch",)),
     ("model_runner", "ModelRunner.compute_batch", ("model", "batch_data")),
+    ("model_runner", "ModelRunner._sample", ("scores", "output_ids")),
+    ("input_outputs", "ContinuousBatchingIOs.prepare_batch_update", ()),
+    ("input_outputs", "ContinuousBatchingIOs.get_cb_kwargs", ()),
+    ("cb_logits_processors", "ContinuousBatchingLogitsProcessorList.check_kwargs", ("kwargs",)),
+    ("continuous_api", "OutputRouter.deliver", ("output",)),
+    ("continuous_api", "OutputRouter.deliver_batch", ("outputs",)),
+    ("continuous_api", "OutputRouter.fail_and_deliver", ("state", "error")),
     ("input_outputs", "attn_mask_is_needed", ("config",)),
     ("continuous_api", "ContinuousBatchingManager._create_batch_processor", ()),
     ("continuous_api", "ContinuousBatchProcessor._generation_step", ("model",)),
@@ -123,6 +132,7 @@ def _replace() -> Iterator[Undo]:
     from transformers.generation.continuous_batching.utils import find_head_dim
     from transformers.modeling_utils import AttentionInterface
 
+    from ..sampling import loop
     from . import steps
     from .attention import attending, choose_way
     from .cache import ElasticPagedCache
@@ -190,6 +200,8 @@ def _replace() -> Iterator[Undo]:
         (processor, "prepare_next_batch", steps.prepare_step),
         (processor, "_generation_step", steps.compute_step),
         (model_runner.ModelRunner, "compute_batch", steps.launch_forward),
+        (model_runner.ModelRunner, "_sample", loop.keep_logits),
+        (input_outputs.ContinuousBatchingIOs, "prepare_batch_update", loop.tell_tokens),
         (processor, "_handle_request_error", steps.fail_request),
     ):
         yield _put(owner, name, steps.in_place_of(vars(owner)[name], mine))

@@ -30,6 +30,7 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import lacks, may_grow
 from ..prefix.sequence import Gone, StoredTokens, TokenRun, open_runs
 from ..prefix.store import PrefixStore
+from ..sampling.loop import is_scored
 from .blocks import ListedBlocks
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
@@ -109,26 +110,34 @@ class Selection:
         """Returns the candidates for the batch with the new tokens of each, without those whose beginning is still
         being read from files."""
         looked: list[Candidate] = []
+        scores = self._cache.logit_rows
         if self._loader is not None:
             self._loader.keep_only(waiting)
         for state in self._worth(candidates, active):
             if budget <= 0:
                 break
-            if self._begun(state, looked):
-                looked.append((state, min(self._tokens(state), budget)))
+            tokens = min(budget, scores) if is_scored(state) else budget
+            if tokens and self._begun(state, looked):
+                looked.append((state, min(self._tokens(state), tokens)))
                 budget -= looked[-1][1]
+                scores -= looked[-1][1] if is_scored(state) else 0
         return looked
 
     def _begun(self, state: Any, before: list[Candidate]) -> bool:
         """Is the stored beginning of the request's prompt in blocks, or has it begun already? `before`: the candidates
         that go before it, with their new tokens."""
-        if self._loader is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+        if (loader := self._loader_of(state)) is None:
             return True
 
         def room() -> int:
             return self._memory.now().usable - self.needed([*before, (state, 1)])
 
-        return self._loader.look_up(state.request_id, state.remaining_prefill_tokens, room)
+        return loader.look_up(state.request_id, state.remaining_prefill_tokens, room)
+
+    def _loader_of(self, state: Any) -> PrefixLoader | None:
+        """Returns what fills blocks for a request; None where it has begun, or computes all of its tokens itself."""
+        begins = state.status == RequestStatus.PENDING and not state.is_cpu_offloaded and not is_scored(state)
+        return self._loader if begins else None
 
     def _worth(self, candidates: Sequence[Any], active: Mapping[str, Any]) -> list[Any]:
         """Returns the candidates without waiting ones that would slow down steps more than is worthwhile, or than SLOs
@@ -244,9 +253,8 @@ class Selection:
 
     def _found(self, state: Any) -> int:
         """Tokens of a new request that other requests' blocks hold."""
-        if self._loader is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
-            return 0
-        return self._loader.loaded_tokens(state.request_id)
+        loader = self._loader_of(state)
+        return 0 if loader is None else loader.loaded_tokens(state.request_id)
 
 
 def _at_end(state: Any) -> int:

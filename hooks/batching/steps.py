@@ -35,8 +35,7 @@ Note [Preempted]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import DriverError
 from ..device.shared import may_grow
+from ..sampling.loop import launch, without_graphs
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
@@ -114,7 +114,8 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
     if isinstance(stream, torch.cuda.Stream):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
     try:
-        with _launched_one_by_one(processor):
+        copies = isinstance(processor.cache, ElasticPagedCache) and bool(processor.cache.new_blocks)
+        with without_graphs(processor.model_runner, varlen=copies):  # which would not copy blocks to the host
             stock(processor, model)
     except (torch.OutOfMemoryError, DriverError) as error:
         if not isinstance(preemption, PagePreemption):
@@ -147,16 +148,13 @@ def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_da
     if batch_data["input_ids"].numel():
         if isinstance(runner.cache, ElasticPagedCache) and runner.cache.by_request is not None:
             batch_data = runner.cache.by_request.without_masks(batch_data, runner.cache.dtype)
-        stock(runner, model, batch_data)
+        launch(stock, runner, model, batch_data)
 
 
 def fail_request(stock: Callable[..., None], processor: Any, error: Exception, state: Any) -> None:
-    """Stands for `_handle_request_error`, which keeps only the text of an error: the server gets the error itself, and
-    the failure is recorded."""
+    """Stands for `_handle_request_error`: the failure is recorded."""
     if isinstance(processor.offloading_manager, PagePreemption):
         processor.scheduler.failed(state)
-        if state.request_id in processor.scheduler.reasons:
-            processor.scheduler.reasons[state.request_id] = error
     stock(processor, error, state)
 
 
@@ -174,20 +172,6 @@ class _Noted:
         """Takes the next one. queue.Empty."""
         self.taken.append(self._queue.get_nowait())
         return self.taken[-1]
-
-
-@contextmanager
-def _launched_one_by_one(processor: Any) -> Iterator[None]:
-    """A `with` block in which no graph is replayed or captured if the batch has blocks that are copied to the host: a
-    graph would not copy them."""
-    runner, cache = processor.model_runner, processor.cache
-    graphs = runner.use_cuda_graph_varlen
-    if isinstance(cache, ElasticPagedCache) and cache.new_blocks:
-        runner.use_cuda_graph_varlen = False
-    try:
-        yield
-    finally:
-        runner.use_cuda_graph_varlen = graphs
 
 
 def _take_in(processor: Any) -> bool:

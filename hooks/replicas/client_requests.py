@@ -18,6 +18,7 @@ from msgspec import structs
 
 from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.protocol import Event
+from ..sampling.settings import ChosenToken
 from .messages import Start, Told
 from .microbatch_plan import Request
 from .recording import Recording
@@ -67,7 +68,9 @@ class RequestLedger:
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
 
-    def deliver(self, name: str, assignment: int, before: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def deliver(
+        self, name: str, assignment: int, before: int, tokens: tuple[ChosenToken, ...]
+    ) -> tuple[ChosenToken, ...]:
         """Appends reported tokens, and returns those that are new to the client; none where the request has ended, or
         has a later assignment. `before`: tokens of the answer before these. RepeatedOtherwise; ValueError where tokens
         in between are missing."""
@@ -78,7 +81,7 @@ class RequestLedger:
         if before > len(had):
             raise ValueError(f"request {name}: tokens {len(had)} to {before} of its answer never came")
         again = had[before : before + len(tokens)]
-        if again != tokens[: len(again)]:
+        if any(old.token != new.token for old, new in zip(again, tokens, strict=False)):
             raise RepeatedOtherwise(f"request {name} was computed again, with other tokens behind {before}")
         new = tokens[len(again) :]
         for token in new:

@@ -1,12 +1,5 @@
 """A stage after the first: computes planned microbatches, with KV and block tables of its own; the last one samples.
 
-Note [Keyed draws]
-    A generator's state depends on all earlier draws, also on those of other requests in the batch. Here each draw is a
-    hash of the request's seed and the token's position, as a number u in [0, 1). The token is the first in order of
-    rising score at which the cumulative probability passes u. So it depends neither on the batch nor on the number of
-    stages, and a token that is computed again after a fault is the same, unless u lies so close to a boundary that the
-    rounding of logits decides.
-
 Note [Left out]
     The first stage admits requests by the free memory that every stage reports. If a stage finds no memory anyway, it
     leaves the chunk out: the microbatch goes on without its rows, and the answer tells the first stage, which computes
@@ -16,61 +9,57 @@ Note [Left out]
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final
 
 import torch
 from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
+from ..sampling.sampler import Counts, Row, draw
+from ..sampling.settings import ChosenToken
 from ..splice.forms import States
-from .microbatch_plan import Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
-from .replica_model import StageParts, room_of
-
-_KEY: Final = struct.Struct("<qq")
-_BITS: Final = struct.Struct("<Q")
+from .microbatch_plan import Begun, Chunk, MicrobatchPlan, Passing, StageLink, record_of, tensor_of
+from .replica_model import SpanCache, StageParts, room_of
 
 
-def uniform(seed: int, position: int) -> float:
-    """Returns a number in [0, 1) for the token at a position of a request. `seed`: modulo 2**64."""
-    signed = (seed + 2**63) % 2**64 - 2**63
-    (bits,) = _BITS.unpack(hashlib.blake2b(_KEY.pack(signed, position), digest_size=8).digest())
-    return float(bits >> 11) / float(2**53)
+class StageSampler:
+    """Chooses tokens on the last stage of a group, from the rows that `cache` has memory for. Used by one thread."""
 
+    def __init__(self, cache: SpanCache) -> None:
+        self._cache = cache
+        self._begun: dict[str, Begun] = {}
+        self._counts: dict[str, Counts] = {}
 
-def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Returns a token for each row of `logits`, [rows, vocabulary]: temperature, then top_k, then top_p, as in
-    transformers. `positions`: of the returned tokens."""
-    logits = logits.float()
-    likeliest = logits.argmax(-1)
-    drawn = [row for row, sampling in enumerate(settings) if sampling.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        chosen = _draw(logits[rows], [settings[row] for row in drawn], [positions[row] for row in drawn])
-        likeliest[rows] = chosen
-    tokens: list[int] = likeliest.tolist()
-    return tokens
+    def begin(self, begun: Iterable[Begun]) -> None:
+        """Notes requests."""
+        self._begun.update((told.request, told) for told in begun)
 
+    def forget(self, request: str) -> None:
+        """Forgets a request, if it is known."""
+        self._begun.pop(request, None)
+        self._counts.pop(request, None)
 
-def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
-    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+    def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> tuple[tuple[str, ChosenToken], ...]:
+        """Returns a token for each chunk that samples one, with the name of its request. `logits`: [those chunks,
+        vocabulary]."""
+        wanted = [chunk for chunk in chunks if chunk.samples]
+        if not wanted:
+            return ()
+        drawn = draw(logits, [self._row(chunk, logits) for chunk in wanted], self._cache.logit_rows)
+        for n, chunk in enumerate(wanted):
+            if (counts := self._counts.get(chunk.request)) is not None:
+                counts.add(drawn.tokens[n : n + 1])
+        chosen = drawn.told(drawn.tokens.tolist())
+        return tuple((chunk.request, token) for chunk, token in zip(wanted, chosen, strict=True))
 
-    scores, order = (logits / column([sampling.temperature for sampling in settings], torch.float32)).sort(stable=True)
-    vocabulary = scores.shape[-1]
-    kept = column([min(sampling.top_k or vocabulary, vocabulary) for sampling in settings], torch.int64)
-    scores = scores.masked_fill(scores < scores.gather(-1, vocabulary - kept), -torch.inf)
-    unlikely = scores.softmax(-1).cumsum(-1) <= 1 - column([sampling.top_p for sampling in settings], torch.float32)
-    unlikely[:, -1] = False
-    mass = scores.masked_fill(unlikely, -torch.inf).double().softmax(-1).cumsum(-1)
-    drawn = [uniform(sampling.seed, position) for sampling, position in zip(settings, positions, strict=True)]
-    threshold = column(drawn, torch.float64) * mass[:, -1:]
-    rank = torch.searchsorted(mass, threshold, right=True).clamp(max=vocabulary - 1)
-    return order.gather(-1, rank)[:, 0]
+    def _row(self, chunk: Chunk, logits: torch.Tensor) -> Row:
+        begun, prompt = self._begun[chunk.request], self._begun[chunk.request].prompt
+        if begun.tokens and chunk.request not in self._counts:
+            made = Counts(begun.tokens[:prompt], begun.tokens[prompt:], logits.shape[-1], logits.device)
+            self._counts[chunk.request] = made
+        return Row(begun.sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(chunk.request))
 
 
 class OutOfStep(RuntimeError):
@@ -91,7 +80,7 @@ class Follower:
         self._after = parts.after
         self._number = 0
         self._states: dict[str, RequestState] = {}
-        self._sampling: dict[str, Sampling] = {}
+        self._sampler = StageSampler(parts.cache)
         self._failed: set[str] = set()
         self._aside: set[str] = set()
 
@@ -114,7 +103,7 @@ class Follower:
         """Frees a request's KV and state."""
         self.cache.free_blocks(request)
         self._states.pop(request, None)
-        self._sampling.pop(request, None)
+        self._sampler.forget(request)
         self._failed.discard(request)
         self._aside.discard(request)
 
@@ -152,7 +141,7 @@ class Follower:
         for name in plan.aside:
             if name in self._states and self.cache.request_pages.to_host(name):
                 self._aside.add(name)
-        self._sampling.update(plan.begun)
+        self._sampler.begin(plan.begun)
 
     def _store(self, chunk: Chunk) -> bool:
         """Allocates the blocks of a chunk, on the host where the device has no page. False where it cannot be
@@ -194,19 +183,8 @@ class Follower:
         if not self._runner.last:
             pass_on(self._after, passing, states)
             return
-        tokens = sampled(chunks, self._sampling, states[0]) if states else ()
+        tokens = self._sampler.choose(chunks, states[0]) if states else ()
         self._after.send(tensor_of(replace(passing, tensors=0, tokens=tokens)), "answer", True)
-
-
-def sampled(
-    chunks: Sequence[Chunk], sampling: dict[str, Sampling], logits: torch.Tensor
-) -> tuple[tuple[str, int], ...]:
-    """Returns (request, token) for the chunks that sample one; `logits`: a row for each of these."""
-    wanted = [chunk for chunk in chunks if chunk.samples]
-    if not wanted:
-        return ()
-    tokens = sample(logits, [sampling[chunk.request] for chunk in wanted], [chunk.end for chunk in wanted])
-    return tuple((chunk.request, token) for chunk, token in zip(wanted, tokens, strict=True))
 
 
 def pass_on(link: StageLink, passing: Passing, states: States) -> None:

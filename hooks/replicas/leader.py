@@ -28,16 +28,17 @@ from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
+from ..sampling.settings import ChosenToken
 from ..splice.forms import States
-from .follower import OutOfStep, pass_on, sampled
+from .follower import OutOfStep, StageSampler, pass_on
 from .microbatch_plan import (
+    Begun,
     Chunk,
     FollowerSize,
     Microbatch,
     MicrobatchPlan,
     Passing,
     Request,
-    Sampling,
     SplitPolicy,
     UnderWay,
     record_of,
@@ -198,14 +199,14 @@ class GroupRequests:
 
     # -- what came out
 
-    def take_tokens(self, states: Mapping[str, RequestState], tokens: Collection[tuple[str, int]]) -> None:
+    def take_tokens(self, states: Mapping[str, RequestState], tokens: Collection[tuple[str, ChosenToken]]) -> None:
         """Appends one token to each request. Those without a state were cancelled."""
         for name, token in tokens:
             state = states.get(name)
             if state is None:
                 continue
             request = self.by_name[name] = self.by_name[name].with_token(token)
-            if state.update_and_check_completion(token, None):
+            if state.update_and_check_completion(token.token, None):
                 self.scheduler.finish_request(name)
                 self.scheduler.block_new_requests = False
                 del self.by_name[name]
@@ -292,8 +293,8 @@ class Iterations:
             self._requests.fail(state, no_room(state.request_id))
 
 
-# Sampling of new requests; requests whose KV is to be freed; preempted requests, whose KV may go to the host
-Updates = tuple[tuple[tuple[str, Sampling], ...], tuple[str, ...], tuple[str, ...]]
+# New requests; requests whose KV is to be freed; preempted requests, whose KV may go to the host
+Updates = tuple[tuple[Begun, ...], tuple[str, ...], tuple[str, ...]]
 
 
 class FollowerUpdates:
@@ -303,12 +304,12 @@ class FollowerUpdates:
     def __init__(self, cache: SpanCache, requests: GroupRequests) -> None:
         self._requests = requests
         self._known: set[str] = set()  # requests of which followers have KV
-        self._begun: set[str] = set()  # requests whose sampling they have
+        self._begun: set[str] = set()  # requests that they have been told of
         self._gone: list[str] = []  # known requests that are gone, which they have not been told
         cache.on_freed = weakref.WeakMethod(self._add_gone)  # no cycle: memory is freed with the group, at once
 
     def __bool__(self) -> bool:
-        """Whether there are updates other than the sampling of new requests."""
+        """Whether there are updates other than new requests."""
         return bool(self._gone or self._requests.preemption.aside)
 
     def add_known(self, request: str) -> None:
@@ -318,12 +319,12 @@ class FollowerUpdates:
     def take(self, chunks: Iterable[Chunk]) -> Updates:
         """Removes and returns the updates for the plan of these chunks."""
         begun = [chunk.request for chunk in chunks if chunk.request not in self._begun]
-        names = tuple((name, self._requests.by_name[name].sampling) for name in begun)
+        told = tuple(Begun.of(self._requests.by_name[name]) for name in begun)
         aside = tuple(name for name in self._requests.preemption.aside if name in self._known)
         gone, self._gone, self._requests.preemption.aside = tuple(self._gone), [], []
         self._known.update(begun)
         self._begun.update(begun)
-        return names, gone, aside
+        return told, gone, aside
 
     def _add_gone(self, request: str) -> None:
         self._begun.discard(request)
@@ -360,6 +361,7 @@ class Leader:
         reads = min((follower.reads for follower in followers), default=math.inf)
         self._iterations = Iterations(cache, self.requests, reads)
         self._updates = FollowerUpdates(cache, self.requests)
+        self._sampler = StageSampler(cache)  # where no other stage is the last
         self._number = 0
         self._failed: list[RequestState] = []  # of requests in flight for which this stage had no memory
 
@@ -463,7 +465,10 @@ class Leader:
             self._failed.extend(batch.states)
         left_out = () if states is not None else tuple((chunk.request, 0) for chunk in batch.chunks)
         if self._after is None:
-            tokens = sampled(plan.chunks, self._sampling(batch), states[0]) if states else ()
+            for name in plan.gone:
+                self._sampler.forget(name)
+            self._sampler.begin(plan.begun)
+            tokens = self._sampler.choose(plan.chunks, states[0]) if states else ()
             batch.answer = Passing(self.epoch, batch.number, left_out, tokens=tokens)
         else:
             pass_on(self._after, Passing(self.epoch, batch.number, left_out, tensors=len(states or ())), states or ())
@@ -478,9 +483,6 @@ class Leader:
             return self._runner.run(batch.chunks, batch.states, None)
         except (torch.OutOfMemoryError, DriverError):
             return None
-
-    def _sampling(self, batch: Microbatch) -> dict[str, Any]:
-        return {chunk.request: self.requests.by_name[chunk.request].sampling for chunk in batch.chunks}
 
     def _new_tokens(self, batch: Microbatch) -> int:
         blocks = sum(self.cache.blocks_for(chunk.before, chunk.end) for chunk in batch.chunks)

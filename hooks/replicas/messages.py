@@ -18,6 +18,7 @@ from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.protocol import ACTIONS, EVENTS
 from ..device.key import key_of
 from ..prefix.identity import samples
+from ..sampling.settings import ChosenToken
 from .microbatch_plan import Request
 
 
@@ -132,7 +133,7 @@ class Told(Struct, frozen=True, tag=True):
     request: str
     assignment: int
     before: int
-    tokens: tuple[int, ...]
+    tokens: tuple[ChosenToken, ...]
     error: str | None = None
 
 

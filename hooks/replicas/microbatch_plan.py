@@ -4,8 +4,8 @@ Note [Shape header]
     The first stage schedules; the others follow. The plan of a microbatch goes through the pipeline before the hidden
     states, so each stage knows how many tokens of which request come. A plan has the ids of its tokens, 4 bytes each,
     little beside hidden states of kilobytes: so a follower keeps no copy of prompts and answers that could diverge, and
-    models that read ids in every layer work. Per request, a follower keeps only how many tokens have KV, and how tokens
-    are sampled.
+    models that read ids in every layer work. Per request, a follower keeps only how many tokens have KV, and the
+    last one how tokens are chosen (`Begun`).
 
 Note [Order]
     Plans are numbered within an epoch, and every stage takes them in this order. A stage frees the requests in `gone`
@@ -28,6 +28,8 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from ...offload.policy.replicas.pipeline import ChunkCost, ChunkSize, equal_cost
 from ...offload.policy.step_costs import NOTHING, RequestSLO
+from ..sampling.sampler import Counts
+from ..sampling.settings import ChosenToken, Sampling
 
 Record = TypeVar("Record")
 
@@ -52,20 +54,6 @@ def record_of(tensor: torch.Tensor, kind: type[Record]) -> Record:
     return msgspec.msgpack.decode(tensor.cpu().numpy().data, type=kind)
 
 
-class Sampling(Struct, frozen=True):
-    """How the tokens of a request are sampled. `temperature`: 0: the likeliest token; `top_k`: among so many likeliest,
-    0: all; `top_p`: among the likeliest with this total probability. ValueError."""
-
-    seed: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"{self}: a temperature and top_k of 0 or more, and top_p above 0 and up to 1 are needed")
-
-
 class Chunk(Struct, frozen=True):
     """New tokens of one request. `ids`: of the tokens; `before`: tokens of the request that have KV already;
     `samples`: whether the token after the last of these is sampled."""
@@ -81,15 +69,32 @@ class Chunk(Struct, frozen=True):
         return self.before + len(self.ids)
 
 
+class Begun(Struct, frozen=True):
+    """A request whose first chunk is in a plan, as the last stage needs it. `prompt`: number of its tokens; `tokens`:
+    all ids so far, where its settings depend on them; else none."""
+
+    request: str
+    sampling: Sampling
+    prompt: int
+    ends: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request) -> Begun:
+        """Tells of a request, which may have delivered tokens."""
+        tokens = request.ids if Counts.needed(request.sampling) else ()
+        return cls(request.name, request.sampling, len(request.prompt), request.ends, tokens)
+
+
 class MicrobatchPlan(Struct, frozen=True):
-    """The plan of a microbatch. `number`: within its epoch, from 0 on; `begun`: sampling of the requests whose first
-    chunk this is; `gone`: requests whose KV is to be freed; `aside`: preempted requests, whose KV may go to the host. A
+    """The plan of a microbatch. `number`: within its epoch, from 0 on; `begun`: the requests whose first chunk this is;
+    `gone`: requests whose KV is to be freed; `aside`: preempted requests, whose KV may go to the host. A
     plan without chunks only frees requests, and asks for the stages' free memory."""
 
     epoch: int
     number: int
     chunks: tuple[Chunk, ...] = ()
-    begun: tuple[tuple[str, Sampling], ...] = ()
+    begun: tuple[Begun, ...] = ()
     gone: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
 
@@ -98,14 +103,14 @@ class Passing(Struct, frozen=True):
     """The record that a stage sends to the next one, before the hidden states of a microbatch, and the last stage to
     the first. `left_out`: (request, stage that failed) of chunks that were not computed: the states have no rows of
     them. `rooms`: tokens for which stages 1, 2, ... have free memory. `tensors`: number of tensors that follow.
-    `tokens`: (request, id) of those that the last stage has sampled."""
+    `tokens`: those that the last stage has chosen, by request."""
 
     epoch: int
     number: int
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
     tensors: int = 0
-    tokens: tuple[tuple[str, int], ...] = ()
+    tokens: tuple[tuple[str, ChosenToken], ...] = ()
 
 
 Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
@@ -221,7 +226,7 @@ class Request(Struct, frozen=True):
     new: int
     sampling: Sampling = Sampling()
     ends: tuple[int, ...] = ()
-    delivered: tuple[int, ...] = ()
+    delivered: tuple[ChosenToken, ...] = ()
     ttft: float | None = None
     tpot: float | None = None
     waited: float = 0.0
@@ -230,12 +235,12 @@ class Request(Struct, frozen=True):
     @property
     def ids(self) -> tuple[int, ...]:
         """The ids of all tokens so far."""
-        return self.prompt + self.delivered
+        return self.prompt + tuple(chosen.token for chosen in self.delivered)
 
     @property
     def over(self) -> bool:
         """Whether the answer is complete."""
-        return len(self.delivered) >= self.new or (bool(self.delivered) and self.delivered[-1] in self.ends)
+        return len(self.delivered) >= self.new or (bool(self.delivered) and self.delivered[-1].token in self.ends)
 
     def slo(self, now: float) -> RequestSLO:
         """Returns the SLO of the request, with its arrival on a clock that is at `now`; without a TTFT once the first
@@ -244,7 +249,7 @@ class Request(Struct, frozen=True):
             return NOTHING
         return RequestSLO(None if self.delivered else self.ttft, self.tpot, now - self.waited)
 
-    def with_token(self, token: int) -> Self:
+    def with_token(self, token: ChosenToken) -> Self:
         """Returns the request with one more token of its answer."""
         return msgspec.structs.replace(self, delivered=(*self.delivered, token))
 

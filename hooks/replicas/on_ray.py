@@ -58,7 +58,7 @@ from .ray_node import RayNode
 from .supervisor import Fleet, FleetState, FleetSupervisor, SupervisorPorts, state_of
 
 if TYPE_CHECKING:
-    from .http_frontend import FrontendManager
+    from .frontend import FleetEngine
 
 _NAMESPACE: Final = "ballonet"
 _FOREVER: Final = -1  # restarts of an actor
@@ -620,14 +620,14 @@ class RayFleet:
         self._say = say
         self._tuning = tuning
         self._node = node
-        self._front: FrontendManager | None = None
+        self._front: FleetEngine | None = None
         self._wire: ActorWire | None = None
         self._state = state_of(None, 0, Counter(), {}, {}, 0)
         self._open: dict[str, Request] = {}
         self._why: str | None = None  # nothing is taken any more
         self._lock = threading.Lock()  # of the open requests
 
-    def start(self, front: FrontendManager) -> None:
+    def start(self, front: FleetEngine) -> None:
         """Starts the fleet, or finds it, and waits until a replica serves. ManageError, SupervisorLost."""
         self._front = front
         if self._fleet is not None:
@@ -684,6 +684,11 @@ class RayFleet:
             known = self._open.pop(name, None)
         if known is not None and self._wire is not None:
             self._wire.post(Forget(name))
+
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be served; None while requests can be."""
+        return self._why
 
     def end_requests(self) -> None:
         """Ends all requests of this front end, and notifies their clients."""

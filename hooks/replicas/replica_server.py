@@ -1,4 +1,4 @@
-"""A server of one model on several replicas: the supervisor, its replicas, and transformers' HTTP application."""
+"""A server of one model on several replicas: the supervisor, its replicas, and the endpoints of hooks/server."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
+from ..device import governors
+from ..server.anteroom import Anteroom
 from ..server.application import Address, Application
+from ..server.loading import config_of, described, source_of
+from ..server.render_pool import RenderPool
+from ..server.served import Models, pooled, prepared_by
 from ..watch.registry import Addition
 from .channel import Wakeup
 from .child_processes import ChildProcesses, ReplicaPipes
-from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
+from .frontend import FleetEngine, RequestSink
 from .microbatch_plan import Request
 from .pair import Store
 from .supervisor import Fleet, FleetState, FleetSupervisor, SupervisorPorts
@@ -100,7 +105,7 @@ class ServedFleet(Protocol):
     def clients(self) -> RequestSink:
         """What takes clients' requests."""
 
-    def start(self, front: FrontendManager) -> None:
+    def start(self, front: FleetEngine) -> None:
         """Starts the replicas, and waits until one of them serves. `front`: is given answers. ManageError."""
 
     def state(self) -> FleetState:
@@ -117,7 +122,7 @@ class LocalFleet:
         """`say`: prints a line. ManageError; ConfigError where a file cannot be written."""
         self._tuning = fleet.options.tuning
         self._say = say
-        self._front: FrontendManager | None = None
+        self._front: FleetEngine | None = None
         self._links = Store.host(LOCAL, timeout=self._tuning.store)  # ends with this object
         wakeup = Wakeup()
         pipes = ReplicaPipes(LOCAL, self._links.port, wakeup)
@@ -136,7 +141,7 @@ class LocalFleet:
         """Ids of the processes of replicas."""
         return self._children.processes
 
-    def start(self, front: FrontendManager) -> None:
+    def start(self, front: FleetEngine) -> None:
         """Starts the replicas, and waits until one of them serves. ManageError."""
         self._front = front
         self._say(f"{self._count} replicas start as processes of this machine")
@@ -167,23 +172,26 @@ class ReplicaServer:
         self.address = address
         self.fleet = fleet
         self._figures = FleetMetrics(fleet.state)
-        front = FrontendManager(fleet.clients)
-        state = FrontendState(FrontendLoop(front, fleet.clients, address.waiting), front)
+        source = source_of(name, own_templates=address.own_templates)
+        self._pool = RenderPool(prepared_by([source]), governors.composed_with().tuning.clients)
         try:
-            models = ShapeOnly([name], "cpu")
-            models.load_model_and_processor(models.process_model_name(name))
-            self._application = Application(models, state, address, say)
+            self.engine = FleetEngine(fleet.clients, config_of(source), address.waiting)
+            (shown,) = address.names or (name,)
+            models = Models([described(shown, self.engine, source, pooled(self._pool))])
+            self._application = Application(models, address, say)
             self.app = self._application.app
-            fleet.start(front)
+            fleet.start(self.engine)
+            self._pool.wait()
         except BaseException:
             self.close()
             raise
 
-    def run(self) -> None:
+    def run(self, anteroom: Anteroom) -> None:
         """Serves until SIGINT or SIGTERM. Running requests may end within a while, then fail; then replicas end."""
-        self._application.run(self.close)
+        self._application.run(self.close, anteroom)
 
     def close(self) -> None:
         """Ends all requests, the supervisor and the replicas. Idempotent."""
         self._figures.close()
+        self._pool.close()
         self.fleet.close()

@@ -7,7 +7,7 @@ import math
 from msgspec import Struct
 
 
-class Sampling(Struct, frozen=True):
+class Sampling(Struct, frozen=True, omit_defaults=True):
     """How the tokens of a request are chosen. ValueError.
 
     seed                with a token's position in its sequence, all that a draw depends on
@@ -17,7 +17,7 @@ class Sampling(Struct, frozen=True):
     presence, frequency OpenAI's penalties, over the answer's tokens
     repetition          transformers' penalty, over prompt and answer; 1: none
     bias                (token, what is added to its logit)
-    least               tokens of the answer before one of `Request.ends` may come
+    least               tokens of the answer before one of its ends may come
     logprobs            so many likeliest tokens are told with each one; 0: only its own logprob; None: none
     grammar             a grammar of llguidance, as its text; None: any token may come
     """
@@ -43,7 +43,7 @@ class Sampling(Struct, frozen=True):
             raise ValueError(f"{self}: top_p above 0 and up to 1, and min_p from 0 to 1 are needed")
 
 
-class ChosenToken(Struct, frozen=True):
+class ChosenToken(Struct, frozen=True, array_like=True):
     """A token of an answer or of a scored prompt. `logprob`: the model's own, before temperature, penalties and masks;
     None where none was asked for, or for a prompt's first token. `likeliest`: (token, logprob), best first."""
 

@@ -4,10 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from ...allocator.errors import SequenceTooLong
+from ...offload.policy.tuning import DEFAULT
 from ..sampling.settings import ChosenToken, Sampling
 
 
@@ -34,7 +39,7 @@ class Update:
     ended: Literal["stop", "length"] | None = None
 
 
-class Denial(Exception):  # noqa: N818  a refusal is no fault of the server
+class Denial(Exception):
     """What a request is answered instead of being computed, or computed further. `status`: of HTTP; `code`: OpenAI's
     name of the kind; `param`: the field it is about; `retry_after`: seconds after which trying again may help."""
 
@@ -52,6 +57,9 @@ class Denial(Exception):  # noqa: N818  a refusal is no fault of the server
         self.code = code
         self.param = param
         self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Engine(Protocol):
@@ -79,3 +87,78 @@ class Engine(Protocol):
     @property
     def waiting(self) -> int:
         """Number of requests that have not begun."""
+
+
+class Listener:
+    """Who waits for the answer to a request, on the event loop that made this. `source`: computes it; `is_over`: has
+    the last update come?"""
+
+    def __init__(self, generation: Generation, source: Any = None) -> None:
+        self.name = generation.name
+        self.source = source
+        self.is_over = False
+        self.events = asyncio.get_running_loop()
+        self._ends = generation.ends
+        self._told = 0
+        self._news = asyncio.Queue[Update | Denial]()
+
+    async def __aiter__(self) -> AsyncGenerator[Update, None]:
+        """Yields updates until the last one. Denial."""
+        while not (self.is_over and self._news.empty()):
+            news = await self._news.get()
+            if isinstance(news, Denial):
+                raise news
+            yield news
+
+    def update(self, tokens: Sequence[ChosenToken], over: bool) -> Update:
+        """Makes the update with what is new of all tokens so far. `over`: is the answer complete?"""
+        new, self._told = tuple(tokens[self._told :]), len(tokens)
+        stopped = bool(tokens) and tokens[-1].token in self._ends
+        return Update(new, ("stop" if stopped else "length") if over else None)
+
+    def put(self, news: Update | Denial) -> None:
+        """Takes news, on the event loop's thread."""
+        self.is_over = self.is_over or isinstance(news, Denial) or news.ended is not None
+        self._news.put_nowait(news)
+
+
+def tell(news: Iterable[tuple[Listener, Update | Denial]]) -> None:
+    """Brings news to their listeners, from any thread, with one call for each event loop."""
+    grouped = defaultdict[asyncio.AbstractEventLoop, list[tuple[Listener, Update | Denial]]](list)
+    for listener, update in news:
+        grouped[listener.events].append((listener, update))
+    for events, group in grouped.items():
+        with suppress(RuntimeError):  # it is closed: nobody waits any more
+            events.call_soon_threadsafe(_put, group)
+
+
+def _put(news: Iterable[tuple[Listener, Update | Denial]]) -> None:
+    for listener, update in news:
+        listener.put(update)
+
+
+def check_name(name: str, taken: Container[str]) -> None:
+    """Refuses a request with the name of another that has not ended. Denial."""
+    if name in taken:
+        raise Denial(409, f"a request with the name {name!r} has not ended: give another one", "name_in_use")
+
+
+def check_fits(generation: Generation, new: int, longest: int, vocabulary: int) -> None:
+    """Refuses a request that a model cannot answer, whatever memory there is. `new`: tokens that it is to compute;
+    `longest`: sequence of the model, 0 where that is not known; `vocabulary`: tokens of the model. Denial."""
+    prompt = generation.prompt
+    if not prompt:
+        raise Denial(400, "the prompt has no tokens", "invalid_value", "prompt")
+    for name, tokens in (("prompt", prompt), ("logit_bias", [token for token, _ in generation.sampling.bias])):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise Denial(400, f"{name} has tokens that the model has not: it has {vocabulary}", "invalid_value", name)
+    if longest and len(prompt) + new > longest:
+        why = SequenceTooLong("the request", len(prompt), new, longest)
+        raise Denial(400, str(why), "context_length_exceeded")
+
+
+def check_waiting(waiting: int, most: int) -> None:
+    """Refuses a request where `most` wait already. Denial."""
+    if waiting >= most:
+        retry = DEFAULT.serving.retry
+        raise Denial(429, f"{most} requests wait already: try again later", "rate_limit_exceeded", retry_after=retry)

@@ -1,18 +1,15 @@
-"""Loads the models of a server, by transformers' own ModelManager, and chooses the page size for them from their
+"""Loads the models of a server, describes them to its endpoints, and chooses the page size for them from their
 configurations (offload/policy/layout.py).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from fastapi import HTTPException
-from transformers import AutoConfig
-from transformers.cli.serving.model_manager import ModelManager
+from transformers import AutoConfig, GenerationConfig
 
 from ...allocator._native import Device
 from ...allocator.config import Config
@@ -21,58 +18,30 @@ from ...allocator.errors import BallonetError, ManageError, PoolExhausted
 from ...allocator.units import format_size
 from ...offload.policy.layout import Rounding, fitting
 from ...offload.policy.tuning import DEFAULT
-from ..compat import keeps_requests_apart
+from ..compat import causal_model, keeps_requests_apart, longest_sequence
 from ..weights.model_parts import bytes_of_weights
-
-
-class Models(ModelManager):
-    """A ModelManager that lists and loads only the models that the server was started with."""
-
-    def __init__(self, names: Iterable[str], device: str) -> None:
-        """`names`: of the models, on the hub or folders; `device`: torch's name."""
-        self._names = tuple(self.process_model_name(name) for name in names)
-        self._began = int(time.time())
-        super().__init__(device=device, model_timeout=-1)
-
-    @property
-    def served(self) -> list[str]:
-        """The names that clients ask for."""
-        return sorted(name.removesuffix("@main") for name in self._names)
-
-    def check(self, name: str) -> None:
-        """Raises HTTPException where no model of that name is served."""
-        if self.process_model_name(name) not in self._names:
-            raise HTTPException(404, f"no model {name!r} here: {', '.join(self.served)}")
-
-    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """Lists the served models, in OpenAI's format."""
-        return [{"id": name, "object": "model", "created": self._began, "owned_by": "ballonet"} for name in self.served]
-
-    get_gen_models = list_models  # its name in transformers 5.23
-
-    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns a served model and its processor. HTTPException where no such model is served."""
-        self.check(model_id_and_revision)
-        return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+from .engine import Engine
+from .rendering import Source, tokenizer_of
+from .requests import Defaults
+from .served import Renderer, Served, ends_of
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Splits a model's name, as a ModelManager has it, into that of its repository or folder, and its revision."""
+    """Splits a model's name into that of its repository or folder, and its revision."""
     if Path(name).exists():  # a folder has no revision, and may have an @ in its name
         return name, "main"
     repository, _, revision = name.partition("@")
     return repository, revision or "main"
 
 
-def models_on(device: Device, names: Iterable[str]) -> Models:
-    """Makes the ModelManager of a device."""
-    return Models(names, f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu")
-
-
-def load(models: Models, name: str) -> Any:
+def load(name: str, device: Device) -> Any:
     """Loads a model that can be batched continuously. ManageError, BallonetError, torch.OutOfMemoryError."""
+    repository, revision = parts_of(name)
+    where = f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu"
     try:
-        model, _ = models.load_model_and_processor(models.process_model_name(name))
+        config = AutoConfig.from_pretrained(repository, revision=revision)
+        kind = causal_model(config)
+        model = kind.from_pretrained(repository, revision=revision, dtype="auto", device_map=where)
     except (BallonetError, PoolExhausted):
         raise
     except Exception as error:  # any error: files and transformers may raise anything
@@ -85,7 +54,43 @@ def load(models: Models, name: str) -> Any:
 def loaded(name: str, device: Device, say: Callable[[str], object]) -> Any:
     """Loads one model, and reports that to `say`."""
     say(f"loading {name}")
-    return load(models_on(device, [name]), name)
+    return load(name, device)
+
+
+def config_of(source: Source) -> Any:
+    """Reads a model's configuration. OSError, ValueError."""
+    return AutoConfig.from_pretrained(source.name, revision=source.revision)
+
+
+def source_of(name: str, *, own_templates: bool) -> Source:
+    """Returns where a model's tokenizer is. `own_templates`: may clients send chat templates? ManageError, also for a
+    model that takes more than text."""
+    repository, revision = parts_of(name)
+    try:
+        config = config_of(Source(repository, revision))
+        source = Source(repository, revision, config.model_type, own_templates)
+        tokenizer_of(source)
+    except Exception as error:  # any error: files and transformers may raise anything
+        raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    if config.get_text_config(decoder=True) is not config:
+        raise ManageError(f"{name} takes more than text, which this server does not: its part for text can be served")
+    return source
+
+
+def described(shown: str, engine: Engine, source: Source, renderer: Renderer, model: Any = None) -> Served:
+    """Describes a model to endpoints. `shown`: the name that clients ask for; `model`: it; None: its files say the
+    same."""
+    config = config_of(source) if model is None else model.config
+    generation = _generation(source, config) if model is None else model.generation_config
+    longest, ends = longest_sequence(config) or None, ends_of(generation, tokenizer_of(source))
+    return Served(shown, engine, source, renderer, longest, config.vocab_size, ends, Defaults.of(generation))
+
+
+def _generation(source: Source, config: Any) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source.name, revision=source.revision)
+    except OSError:  # it has none
+        return GenerationConfig.from_model_config(config)
 
 
 def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) -> Rounding | None:

@@ -1,14 +1,13 @@
-"""A server of several models on one pool: transformers' own application, with additions, also to the metrics of its
-process (hooks/watch/registry.py): its requests, by model.
+"""A server of several models on one pool, and what it adds to the metrics of its process (hooks/watch/registry.py): its
+requests, by model.
 
-transformers   the endpoints, chat templates, streams of tokens, loading of models
-ballonet       one loop per model (tenants.py), `/metrics`, refusals with numbers, keys, a shutdown that finishes
-               running requests (application.py)
+transformers   loading of models, chat templates, the parser of answers, the loop
+ballonet       the endpoints and their streams (endpoints.py), an engine for each model (tenants.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,16 +20,20 @@ from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..watch.registry import Addition
+from .anteroom import Anteroom
 from .application import Address, Application
-from .loading import load, models_on
-from .tenants import Tenants
+from .loading import described, load, source_of
+from .render_pool import RenderPool
+from .rendering import tokenizer_of
+from .served import Models, Served, pooled, prepared_by
+from .tenants import Loop
 
 
 class RequestCollector(Addition):
     """Collects the requests of all loops at each scrape, until `close()`."""
 
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
+    def __init__(self, loops: Mapping[str, Loop]) -> None:
+        self._loops = loops
         super().__init__()
 
     def collect(self) -> Iterator[Metric]:
@@ -40,8 +43,7 @@ class RequestCollector(Addition):
         buffers = GaugeMetricFamily(
             "ballonet_host_buffer_bytes", "Host memory that KV of prompts may have, by model.", labels=["model"]
         )
-        for name, loop in tuple(self._tenants.loops.items()):
-            model = name.removesuffix("@main")  # as everywhere else in the registry
+        for model, loop in tuple(self._loops.items()):
             running, waiting = loop.queued
             requests.add_metric([model, "running"], running)
             requests.add_metric([model, "waiting"], waiting)
@@ -51,7 +53,7 @@ class RequestCollector(Addition):
 
 
 class Server:
-    """Models that are loaded and managed, and the application that serves them."""
+    """Models that are loaded and managed, and the application that serves them. `loops`: by model."""
 
     def __init__(
         self,
@@ -64,33 +66,40 @@ class Server:
     ) -> None:
         """Loads the models. `say`: is called with each line for people. `batching`: arguments of
         ContinuousBatchingConfig. ManageError where a model cannot be found or loaded, torch.OutOfMemoryError."""
-        self._say = say
-        self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
-        self._models = models_on(device, names)
-        self._handles: dict[str, Managed] = {}
-        grid = Grid(*governors.composed_with(device).tuning.serving.measured) if len(names) > 1 else None
-        for name in names:
-            self._load(name, options, grid)
-        self._application = Application(self._models, self.tenants, address, say)
-        self._figures = RequestCollector(self.tenants)
+        self.loops: dict[str, Loop] = {}
+        self._handles: list[Managed] = []
+        sources = [source_of(name, own_templates=address.own_templates) for name in names]
+        tuning = governors.composed_with(device).tuning
+        self._pool = RenderPool(prepared_by(sources), tuning.clients)
+        grid = Grid(*tuning.serving.measured) if len(names) > 1 else None
+        settings, served = ContinuousBatchingConfig(**batching), list[Served]()
+        try:
+            for name, shown, source in zip(names, address.names or names, sources, strict=True):
+                say(f"loading {name}")
+                model = load(name, device)
+                # measured first, so that its iteration times are known while other models run
+                self._handles.append(managed(model, options, grid=grid))
+                loop = self.loops[name] = Loop(model, tokenizer_of(source), settings, address.waiting)
+                served.append(described(shown, loop, source, pooled(self._pool), model))
+                say(f"{name}: {self._handles[-1]!r}")
+            self._pool.wait()
+        except BaseException:
+            self._pool.close()
+            raise
+        self._models = Models(served)
+        self._application = Application(self._models, address, say)
+        self._figures = RequestCollector(self.loops)
         self.app = self._application.app
 
-    def run(self) -> None:
+    def run(self, anteroom: Anteroom) -> None:
         """Serves as `Application.run` does, and releases the models at the end."""
-        self._application.run(self.close)
+        self._application.run(self.close, anteroom)
 
     def close(self) -> None:
         """Ends the loops, and frees the models' memory."""
         self._figures.close()
-        self.tenants.shutdown()
+        self._pool.close()
+        self._models.close()
+        self.loops.clear()
         while self._handles:
-            self._handles.popitem()[1].release()
-        self._models.shutdown()
-
-    def _load(self, name: str, options: ManageOptions, grid: Grid | None) -> None:
-        """Loads and manages a model. `grid`: the points to measure first, so that its iteration times are known while
-        other models run."""
-        self._say(f"loading {name}")
-        model = load(self._models, name)
-        self._handles[name] = managed(model, options, grid=grid)
-        self._say(f"{name}: {self._handles[name]!r}")
+            self._handles.pop().release()

@@ -1,8 +1,5 @@
 """The generation loops of a server's models: one of continuous batching each, all at the same time, and which requests
-they refuse.
-
-transformers' server keeps one loop, and stops it when a request for another model comes. ballonet's loops share the
-pages of the device by the governor's ladder, so that none needs to stop.
+they refuse. Loops share the pages of the device by the governor's ladder, so that none needs to stop.
 
 Note [Longer than the model]
     transformers goes on beyond the longest sequence of a model's configuration: rotary positions can be computed for
@@ -11,248 +8,266 @@ Note [Longer than the model]
     table's end would fail every request (`Batched.positions`).
 
 Note [One name, two requests]
-    Clients choose the name of a request as `x-request-id`, by which answers are sent to them. Of two requests with one
-    name the later would get the answers of both, and the earlier none. It happens: a proxy repeats a request with the
-    same name.
+    Clients may choose the name of a request, by which it is cancelled. A proxy that repeats a request does so with the
+    same name. So a name is taken until its request has ended, a cancelled one once the loop has dropped it.
+
+Note [A loop that has died]
+    An error that transformers' loop cannot place ends it, and its requests fail. The next request starts another one. A
+    request is refused as well where the loop ended while it was handed over: nobody might tell it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any
+import threading
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
-from fastapi import HTTPException
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+from transformers.generation.continuous_batching.requests import RequestStatus
 
-from ...allocator.errors import DriverError, PoolExhausted, RequestTooLarge, SequenceTooLong, SLOError
+from ...allocator.errors import DriverError, PoolExhausted, SequenceTooLong
 from ...offload.policy.step_costs import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
+from ..batching.seams import why_stock
 from ..compat import longest_sequence
+from ..sampling.grammar import Grammars, Matcher
+from ..sampling.loop import SAMPLING, LoopSampler, SampledRequest
+from ..sampling.settings import ChosenToken, Sampling
+from .engine import Denial, Generation, Listener, Update, check_fits, check_name, check_waiting, tell
 
-# does the present request leave open how long its answer may be?
-is_open: ContextVar[bool] = ContextVar("is_open", default=False)
-# errors of load, not of the server: a request waited too long, or had no memory. Another time it may be answered
-_LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
-# the present request's SLOs: seconds to its first token, and of a decode step
-asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
-asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # the present request's seed
-
-
-def fit(request: str, model: Any, prompt: int, options: Any) -> None:
-    """Checks that `prompt` tokens and new ones fit into the model's longest sequence, if its configuration has one, and
-    ends an answer of open length there. `options`: the GenerationConfig. HTTPException."""
-    longest, new = longest_sequence(model.config), options.max_new_tokens or 0
-    if not longest or prompt + new <= longest:
-        return
-    if is_open.get() and prompt < longest:
-        options.max_new_tokens = longest - prompt
-        return
-    raise HTTPException(413, str(SequenceTooLong(request, prompt, new, longest)))
+_THE_REQUEST: Final = "the request"  # in messages to its client
+_ENDING: Final = "the server shuts down"
 
 
-def check_ended(name: str, runs: Callable[[str], bool]) -> None:
-    """Refuses a request with the name of another that has not ended, see Note [One name, two requests]. `runs(name)`:
-    does one of that name run? HTTPException 409."""
-    if runs(name):
-        raise HTTPException(409, f"a request with the x-request-id {name!r} has not ended: give another one")
+class _Answers:
+    """Stands for the OutputRouter of a loop: brings what its thread finds to those who wait for it. It is given whole
+    errors, not their texts. `listeners`: by the names of requests that have not ended."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, Listener] = {}
+        self.ends = False  # does the server shut down?
+
+    def deliver(self, output: Any) -> None:
+        """Tells of the new tokens of one request."""
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: Iterable[Any]) -> None:
+        """Tells of the new tokens of requests. The logprobs of transformers' GenerationOutputs are ChosenTokens."""
+        known = [(listener, output) for output in outputs if (listener := self.listeners.get(output.request_id))]
+        tell((listener, listener.update(output.logprobs, output.is_finished())) for listener, output in known)
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        """Tells of the error that ends a request."""
+        state.status, state.error = RequestStatus.FAILED, str(error)
+        if (listener := self.listeners.get(state.request_id)) is not None:
+            tell([(listener, Denial(503, _ENDING if self.ends else str(error) or repr(error), "unavailable"))])
+
+    def drop(self, name: str) -> None:
+        """Frees the name of a request that has ended."""
+        self.listeners.pop(name, None)
 
 
-class Loop(CBGenerateManager):
-    """The generation loop of one model. Requests are refused before they wait, as HTTP errors: 400 without tokens; 409
-    where another of its x-request-id has not ended; 413 where it can never run, or is longer than the model, with the
-    numbers; 422 where its SLO cannot be kept, with the nearest possible one; 429 where too many wait."""
+class Loop:
+    """The generation loop of one model: an Engine. It begins with the first request, and again after it has died."""
 
-    def __init__(self, settings: Any, most_waiting: int) -> None:
-        """`settings`: a ContinuousBatchingConfig; `most_waiting`: requests that may wait."""
-        super().__init__(settings)
+    def __init__(self, model: Any, tokenizer: Any, settings: Any, most_waiting: int) -> None:
+        """`model`: a managed one; `tokenizer`: transformers' own of it; `settings`: a ContinuousBatchingConfig;
+        `most_waiting`: requests that may wait."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings = settings
         self._most_waiting = most_waiting
-        self._ends = False  # is the server shutting down?
+        self._vocabulary: int = model.config.get_text_config().vocab_size
+        self._longest = longest_sequence(model.config)
+        self._manager: Any = None  # whose output_router are _Answers
+        self._steps = 0  # of loops that have died
+        self._failed = False  # could the loop not be started again?
+        self._ending = threading.Event()  # does the server shut down?
+        self._starting = threading.Lock()
 
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Starts the loop at the first request, or again after an error, so that its cache and its scheduler exist when
-        this returns. HTTPException."""
-        if self._cb is not None and self.is_alive():
-            return
-        self._cb = None
-        loop = model.init_continuous_batching(generation_config=gen_config, continuous_batching_config=self._cb_config)
+    async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
+        """Computes an answer, see Engine. Denial."""
+        request = SampledRequest(generation.sampling)
+        if (text := generation.sampling.grammar) is not None:
+            request.grammar = await asyncio.to_thread(self._matcher, text)
+            generation = replace(generation, ends=tuple({*generation.ends, *self._grammars.ends}))
+        listener = await self._begin(generation, request, generation.most)
         try:
-            loop.batch_processor = loop._create_batch_processor()  # as its warmup() does
-        except (torch.OutOfMemoryError, DriverError) as error:
-            raise HTTPException(503, f"no memory for a cache: {error}") from None
-        if isinstance(scheduler := loop.batch_processor.scheduler, ElasticScheduler):
-            scheduler.cancelled = functools.partial(_forget, loop.output_router)
-        loop.start()
-        self._cb = loop
+            async for update in listener:
+                yield update
+        finally:
+            _leave(listener)
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Generates as transformers does, or raises HTTPException. Transformers registers the handler of tokens once
-        the request has begun: one before it passes on what comes meanwhile, or a short answer would never end."""
-        self._admit(request_id, model, inputs, gen_config)
-        if (loop := self._cb) is not None:
-            loop.register_result_handler(request_id, functools.partial(_pass_on, loop.output_router))
+    async def score(self, generation: Generation) -> tuple[ChosenToken, ...]:
+        """Computes the logprobs of the tokens of a prompt, see Engine. Denial."""
+        scored: dict[int, ChosenToken] = {}
+        sampling = Sampling(logprobs=generation.sampling.logprobs or 0)
+        listener = await self._begin(generation, SampledRequest(sampling, scored=scored), 0)
         try:
-            return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
-        except BaseException:
-            if loop is not None:
-                _forget(loop.output_router, request_id)
-            self._release(request_id)
-            raise
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """Generates as transformers does, or raises HTTPException; cancels the request when its client disconnects."""
-        self._admit(request_id, model, inputs, gen_config)
-        self._reasons[request_id] = None
-        try:
-            answer: tuple[str, int, list[int]] = await super().generate_non_streaming(
-                model, processor, inputs, gen_config, request_id
-            )
-        except RuntimeError:  # it has ended, or never begun: a cancellation would be of the next one of its name
-            if self._cb is not None:
-                _forget(self._cb.output_router, request_id)
-            why = self._leave(request_id)
-            if self._ends:
-                raise HTTPException(503, "the server shuts down") from None
-            if isinstance(why, _LATER):
-                raise HTTPException(503, str(why)) from None
-            raise
-        except BaseException:
-            if self._cb is not None and request_id in self._cb.output_router.result_handlers:
-                self._cb.cancel_request(request_id)
-            self._leave(request_id)
-            raise
-        self._reasons.pop(request_id, None)
-        return answer
+            async for _ in listener:
+                pass
+        finally:
+            _leave(listener)
+        first, *others = generation.prompt
+        return ChosenToken(first), *(scored[position] for position, _ in enumerate(others, 1))
 
     def tell(self) -> None:
         """Ends the loop after its step, without waiting; its requests fail with an error."""
-        self._ends = True
-        if self._cb is not None:
-            rank = self._cb.distributed_helper.global_rank
-            self._cb.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
+        self._ending.set()
+        if (manager := self._manager) is not None:
+            manager.output_router.ends = True
+            rank = manager.distributed_helper.global_rank
+            manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends the loop; its requests fail with an error."""
-        self._ends = True
-        if self._cb is not None:
-            self._cb.stop(block=True, timeout=60, hard_stop=True)
+        self.tell()
+        with self._starting:
+            if self._manager is not None:
+                self._manager.stop(block=True, timeout=60, hard_stop=True)
+
+    @property
+    def answers(self) -> bool:
+        """Can a request be answered now?"""
+        return not (self._ending.is_set() or self._failed)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that have not begun."""
+        return self.queued[1]
 
     @property
     def queued(self) -> tuple[int, int]:
         """Returns (running requests, waiting requests)."""
-        loop, scheduler = self._cb, self._scheduler
-        if loop is None or scheduler is None:
+        manager, scheduler = self._manager, self._scheduler
+        if manager is None or scheduler is None:
             return 0, 0
-        return len(scheduler.active_requests), len(scheduler.waiting_requests) + loop.input_queue.qsize()
+        return len(scheduler.active_requests), len(scheduler.waiting_requests) + manager.input_queue.qsize()
 
     @property
     def buffer(self) -> int:
         """Host bytes that KV of prompts may take now."""
         scheduler = self._scheduler
-        return scheduler.memory.buffer.size if isinstance(scheduler, ElasticScheduler) else 0
+        return 0 if scheduler is None else scheduler.memory.buffer.size
 
     @property
     def steps(self) -> int:
         """Batches so far."""
-        return 0 if self._cb is None else int(getattr(self._cb, "current_batch", 0))
+        return self._steps + int(getattr(self._manager, "current_batch", 0))
 
     @property
-    def _scheduler(self) -> Any:
-        """The loop's scheduler; None before it has begun."""
-        processor = None if self._cb is None else self._cb.batch_processor
+    def _scheduler(self) -> ElasticScheduler | None:
+        """The loop's scheduler; None where no loop runs."""
+        processor = None if self._manager is None else self._manager.batch_processor
         return None if processor is None else processor.scheduler
 
-    def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
-        if not inputs["input_ids"]:
-            raise HTTPException(400, "the prompt has no tokens")
-        check_ended(request, self._has)
-        if self.queued[1] >= self._most_waiting:
-            raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
-        fit(request, model, len(inputs["input_ids"]), options)
-        scheduler = self._scheduler
-        if isinstance(scheduler, ElasticScheduler):
-            refusal = scheduler.memory.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
-            if refusal is not None:
-                raise HTTPException(413, str(refusal))
-            if (slo := asked_slo.get()) is not None:
-                scheduler.slos.note(request, RequestSLO(*slo, scheduler.clock()))
-                late = scheduler.slos.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
-                if late is not None:
-                    scheduler.slos.note(request, NOTHING)
-                    raise HTTPException(422, str(late))
+    async def _begin(self, generation: Generation, request: SampledRequest, new: int) -> Listener:
+        """Hands a request of so many new tokens over to the loop. Denial."""
+        check_fits(generation, new, self._longest, self._vocabulary)
+        if not _runs(self._manager):
+            await asyncio.to_thread(self._start)
+        manager, scheduler = self._manager, self._scheduler
+        if scheduler is None:
+            raise Denial(503, _ENDING, "unavailable")
+        answers: _Answers = manager.output_router
+        check_name(generation.name, answers.listeners)
+        self._admit(scheduler, generation, max(new, 1))
+        listener = answers.listeners[generation.name] = Listener(generation, manager)
+        manager.add_request(
+            list(generation.prompt),
+            listener.name,
+            max(new, 1),
+            streaming=True,
+            eos_token_id=list(generation.ends),
+            **{SAMPLING: request},
+        )
+        if not _runs(manager):  # see Note [A loop that has died]
+            answers.drop(listener.name)
+            raise Denial(
+                503, _ENDING if self._ending.is_set() else "the loop of batches ended: try again", "unavailable"
+            )
+        return listener
 
-    def _has(self, request: str) -> bool:
-        """Has a request of this name not ended? A cancelled one ends when the loop has noticed it."""
-        loop = self._cb
-        if loop is None or not isinstance(self._scheduler, ElasticScheduler):
-            return False
-        return request in loop.output_router.result_handlers
+    def _admit(self, scheduler: ElasticScheduler, generation: Generation, new: int) -> None:
+        """Refuses a request that cannot run, or not now. Notes its SLO. Denial."""
+        name, prompt = generation.name, len(generation.prompt)
+        check_waiting(self.waiting, self._most_waiting)
+        refusal = scheduler.memory.refusal(_THE_REQUEST, prompt, new)
+        if isinstance(refusal, SequenceTooLong):
+            raise Denial(400, str(refusal), "context_length_exceeded")
+        if refusal is not None:
+            raise Denial(413, str(refusal), "request_too_large")
+        if generation.ttft is not None or generation.tpot is not None:
+            scheduler.slos.note(name, RequestSLO(generation.ttft, generation.tpot, scheduler.clock()))
+            if (late := scheduler.slos.impossible(name, prompt, new)) is not None:
+                scheduler.slos.note(name, NOTHING)
+                raise Denial(422, _THE_REQUEST + str(late).removeprefix(f"request {name}"), "slo_not_kept")
 
-    @property
-    def _reasons(self) -> dict[str, Exception | None]:
-        """Why requests failed whose clients wait, by request."""
-        scheduler = self._scheduler
-        return scheduler.reasons if isinstance(scheduler, ElasticScheduler) else {}
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        ends = self._model.generation_config.eos_token_id
+        ends = [self._tokenizer.eos_token_id] if ends is None else ends
+        given = ends if isinstance(ends, list) else [ends]
+        return Grammars(self._tokenizer, [end for end in given if end is not None], self._vocabulary)
 
-    def _leave(self, request: str) -> Exception | None:
-        """Forgets a request whose client waits no more. Returns why it failed, if it did."""
-        self._release(request)
-        return self._reasons.pop(request, None)
+    def _matcher(self, grammar: str) -> Matcher:
+        """Makes the matcher of an answer. Takes a second for the first one. Denial."""
+        try:
+            return self._grammars.matcher(grammar)
+        except ModuleNotFoundError as error:
+            why = f"grammars need {error.name}: pip install 'ballonet[structured]'"
+            raise Denial(400, why, "unsupported_parameter", "response_format") from None
+        except ValueError as error:
+            raise Denial(400, str(error), "invalid_value", "response_format") from None
 
-    def _release(self, request: str) -> None:
-        """Forgets the SLO of a request that may never reach the loop."""
-        if isinstance(scheduler := self._scheduler, ElasticScheduler):
-            scheduler.slos.note(request, NOTHING)
+    def _start(self) -> None:
+        """Starts the loop, so that its cache and its scheduler exist when this returns. Denial."""
+        with self._starting:
+            if self._ending.is_set():
+                raise Denial(503, _ENDING, "unavailable")
+            if _runs(self._manager):
+                return
+            if (dead := self._manager) is not None:
+                self._steps += int(getattr(dead, "current_batch", 0))
+                self._manager = None
+                dead.stop(block=True)
+            try:
+                self._manager = self._started()
+            except (torch.OutOfMemoryError, PoolExhausted, DriverError) as error:
+                self._failed = True
+                raise Denial(503, f"no memory for a cache: {error}", "unavailable") from None
+            self._failed = False
+            if self._ending.is_set():
+                self.tell()
+
+    def _started(self) -> Any:
+        """Starts a loop. Nothing but its requests' settings decides how tokens are chosen."""
+        if (why := why_stock()) is not None:
+            raise Denial(503, f"this server cannot batch requests: {why}", "unavailable")
+        neutral, answers = GenerationConfig(do_sample=False, eos_token_id=-1), _Answers()
+        manager = self._model.init_continuous_batching(
+            generation_config=neutral, continuous_batching_config=self._settings
+        )
+        manager.output_router = answers
+        manager.batch_processor = processor = manager._create_batch_processor()  # as its warmup() does
+        LoopSampler.attach(processor)
+        processor.scheduler.cancelled = answers.drop
+        manager.start()
+        return manager
 
 
-def _forget(router: Any, request: str) -> None:
-    """Makes an OutputRouter deliver nothing more of a request."""
-    with router._lock:
-        router.result_handlers.pop(request, None)
+def _leave(listener: Listener) -> None:
+    """Ends a request for which nobody waits any more."""
+    if listener.is_over or not _runs(listener.source):
+        listener.source.output_router.drop(listener.name)
+    else:
+        listener.source.cancel_request(listener.name)
 
 
-def _pass_on(router: Any, output: Any) -> None:
-    """Calls the handler that a request has by now, on its event loop. Then that handler is not this one."""
-    with router._lock:
-        handler, _ = router.result_handlers.get(output.request_id, (None, None))
-    if handler is not None:
-        handler(output)
-
-
-class Tenants(GenerationState):
-    """A GenerationState with a loop for each model."""
-
-    def __init__(self, settings: Any, most_waiting: int) -> None:
-        """Takes the arguments of `Loop`."""
-        super().__init__(continuous_batching=True, cb_config=settings)
-        self._settings = settings
-        self._most_waiting = most_waiting
-        self.loops: dict[str, Loop] = {}  # by model, as "name@revision"
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """Returns the loop of a model."""
-        if not use_cb:
-            return super().get_manager(model_id)
-        return self.loops.setdefault(model_id, Loop(self._settings, self._most_waiting))
-
-    def tell(self) -> None:
-        """Ends all loops after their steps, without waiting; their requests fail with an error."""
-        for loop in self.loops.values():
-            loop.tell()
-
-    def shutdown(self) -> None:
-        """Ends all loops; their requests fail with an error."""
-        for loop in self.loops.values():
-            loop.stop()
-        self.loops.clear()
-
-    def is_cb_alive(self) -> bool:
-        """Do all loops run?"""
-        return all(loop.is_alive() for loop in self.loops.values())
+def _runs(manager: Any) -> bool:
+    return manager is not None and manager.background_thread_status.can_accept_new_requests() is None

@@ -1,5 +1,5 @@
-"""A port that serves the metrics of this process to Prometheus, `ballonet.metrics.serve()`, and the check that a port
-is free to listen at.
+"""A port that serves the metrics of this process to Prometheus, `ballonet.metrics.serve()`, and sockets that
+listen.
 """
 
 from __future__ import annotations
@@ -61,13 +61,25 @@ def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
         raise refused(host, port, error) from error
 
 
-def check_free(host: str, port: int) -> None:
-    """Listens at the port for a moment, before slow work begins. PortInUse, ConfigError."""
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listens at all addresses of a host that this machine has. PortInUse, ConfigError."""
+    sockets: list[socket.socket] = []
+    failures: list[OSError] = []
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((host, port), family=family).close()
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise refused(host, port, error) from error
+    for family, *_, address in places:
+        try:
+            sockets.append(socket.create_server(address, family=family, backlog=1024))
+        except OSError as error:  # a name may have an address of IPv6 where there is none
+            failures.append(error)
+    taken = [error for error in failures if error.errno == errno.EADDRINUSE]
+    if taken or not sockets:
+        for listener in sockets:
+            listener.close()
+        raise refused(host, port, (taken or failures)[0]) from failures[0]
+    return sockets
 
 
 def refused(host: str, port: int, error: OSError) -> ConfigError:

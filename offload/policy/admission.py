@@ -205,3 +205,9 @@ class IdleHeap:
         self._trimmed = streams and idle > 2 * max(self._largest, grown if 2 * self._largest >= needed else 0)
         self._largest, self._left = 0, self._steps
         return self._trimmed
+
+
+def logit_rows(budget: int, vocabulary: int, tuning: Serving = DEFAULT.serving) -> int:
+    """Returns how many rows of logits a step may work on at once, so that all that is made of them fits into what stays
+    free when requests are admitted. `budget`: bytes."""
+    return max(1, budget // tuning.reserve // (tuning.logit * max(1, vocabulary)))

@@ -343,12 +343,38 @@ class Timelines:
 
 
 @dataclass(frozen=True, slots=True)
+class Asking:
+    """What one request to a server may ask for (hooks/server/fields.py). All chosen: more than clients were seen to
+    send, and little enough that what a limit lets through is worked off in milliseconds, but for prompts."""
+
+    messages: int = 4096
+    parts: int = 1024  # of a message
+    tools: int = 128  # as OpenAI
+    stops: int = 16
+    stop_length: int = 256  # characters
+    biases: int = 4096
+    ends: int = 128  # further tokens that end an answer
+    choices: int = 128  # answers to all prompts of a request
+    likeliest: int = 20  # tokens told with each one: as OpenAI
+    variables: int = 32  # of a chat template, so many levels deep, of so many bytes as JSON
+    variable_depth: int = 8
+    variable_bytes: int = 2**16
+    schema_bytes: int = 2**18  # a grammar, or a schema as JSON
+    name: int = 128  # characters of an x-request-id, or of a function's name
+    # tokens of an answer where neither the request nor the model's generation config says: as transformers
+    answer: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
 class Serving:
     """Requests that are served together (admission.py, progress.py, step_costs.py)."""
 
     # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
     # estimate of its peak. Chosen.
     reserve: int = 64
+    # Bytes for each logit while tokens are chosen: two copies of the scores, sorted ones with their ids, sums in
+    # float64. By it rows of logits are chosen, and tokens of a prompt are scored, in parts that fit into the reserve.
+    logit: int = 32
     # Iterations in which others may pass a request that does not fit. A prompt takes tens of iterations to be decoded,
     # so a waiting one is looked at again several times before it holds up the rest. Chosen.
     patience: int = 16
@@ -385,20 +411,18 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
-    # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
-    told: float = 5.0
-    # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
-    # nginx 60 s), as a request fails that is sent while the server closes its connection. Chosen.
-    idle_connection: int = 75
+    # Seconds after which a request that was refused as too many wait may be sent again: some steps. Chosen.
+    retry: float = 1.0
     # Rounding to pages may take 1/32 of what the weights leave (layout.py): pages of 256 KiB for the model of the
     # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
     # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.
     rounding: float = 1 / 32
     smallest_page: int = 2**16
     ends: int = 4
-    # Objects and lists within each other that the body of a request may have: tools have a dozen, and Python's parser
-    # fails at about 1,000. Chosen.
+    # Objects and lists within each other that a schema may have: tools have a dozen, and Python's encoder fails at
+    # about 1,000. Chosen.
     nested: int = 64
+    asking: Asking = field(default_factory=Asking)
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
     # `most`: part of the host's memory that the buffer may have (eLLM's B_max; 0: no prompt's KV goes there).
@@ -419,6 +443,47 @@ class Serving:
     violations: int = 3
     window: int = 5
     factor: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What clients may take of a server (hooks/server). Seconds, bytes and counts."""
+
+    # Seconds for the line and the headers of a request, from the connection or its first byte on. Chosen.
+    headers: float = 20.0
+    # Seconds for each `piece` of a body: the slowest client sends 4 KiB a second. Chosen.
+    body: float = 60.0
+    piece: int = 2**18
+    # Seconds that a client which reads nothing of its answer is waited for, once the kernel's buffers are full. Chosen.
+    reader: float = 60.0
+    # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
+    # nginx 60 s), as a request fails that is sent while the server closes its connection. Chosen.
+    idle: int = 75
+    sweep: float = 1.0  # s, between two looks at all connections: 1 ms for 4,000 (measured)
+    # Connections at once: less where the process may have fewer files, of which it needs `files` more (at most a
+    # quarter of all) for models and prefixes. Chosen: more than clients of one machine's models have.
+    connections: int = 4096
+    files: int = 1024
+    # Lines of the log in a second, of each logger: a client may cause one with each request. Chosen.
+    lines: int = 20
+    # Bytes of a body: so many for each token of the longest sequence, and so many for all else (schemas, tools, short
+    # prompts together). Text has 4 bytes a token in English, ids 7; escaped text three times as many. Of all bodies
+    # that have come in part at once: an eighth of a small machine's memory. Chosen.
+    token: int = 16
+    rest: int = 2**20
+    bodies: int = 2**28
+    # Processes that render and tokenize: prompts of a million tokens take seconds each, others a millisecond. A job
+    # beyond its seconds or bytes ends with its process; one that keeps more than `kept` is replaced. Chosen.
+    renderers: int = 4
+    render: float = 20.0
+    render_memory: int = 2**30
+    render_kept: int = 2**26
+    # Jobs that wait for such a process. Chosen: as requests may wait for a model.
+    jobs: int = 1024
+    # Seconds that requests have to be told that a shutdown ends them, before connections are closed, and that all else
+    # has after that, before the process is ended. Chosen.
+    told: float = 5.0
+    hung: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,6 +734,7 @@ class Tuning:
     pieces: PieceForwards = field(default_factory=PieceForwards)
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
+    clients: ClientLimits = field(default_factory=ClientLimits)
     replicas: Replicas = field(default_factory=Replicas)
     planning: Planning = field(default_factory=Planning)
     watching: Watching = field(default_factory=Watching)

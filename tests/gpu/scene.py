@@ -297,9 +297,8 @@ def environment() -> dict[str, str]:
 
 def run(command: list[str], seconds: float = SECONDS) -> None:
     """A process of its own, from the root; fails with the end of what it said, also where it does not end."""
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **output) as process:
         try:
             said, _ = process.communicate(timeout=seconds)
             status: int | None = process.returncode
@@ -310,14 +309,18 @@ def run(command: list[str], seconds: float = SECONDS) -> None:
     judge(status, said, seconds)
 
 
-def ended(process: subprocess.Popen[str]) -> str:
-    """Ends a process that does not end by itself. What it said, and where each of its threads was."""
-    process.send_signal(signal.SIGABRT)  # Python's faulthandler prints the stacks
-    try:
-        return process.communicate(timeout=5)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0]
+def ended(process: subprocess.Popen[str], patience: float = 5.0) -> str:
+    """Ends a process that does not end by itself, and those that it started. What they said, and where each of their
+    threads was. `patience`: seconds that they have for that, twice."""
+    said: bytes | None = None
+    for number in (signal.SIGABRT, signal.SIGKILL):  # at the first Python's faulthandler prints the stacks
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=patience)[0]
+        except subprocess.TimeoutExpired as error:
+            said = error.output  # bytes, as not all has come
+    return (said or b"").decode(errors="replace")  # what has left the session still keeps the pipe
 
 
 def run_forked(code: str, seconds: float = SECONDS) -> None:

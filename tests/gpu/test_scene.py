@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from .scene import Place, Pool, program, run_forked, scene
+from .scene import Place, Pool, ended, program, run_forked, scene
 
 SMALL = Pool(16, 4, given_back=0.0)
 kept: list[object] = []
@@ -65,6 +68,29 @@ def test_a_scene_runs_in_a_fork() -> None:
 def test_a_scene_that_fails_says_why(scene: Callable[..., None], said: str, seconds: float) -> None:
     with pytest.raises(AssertionError, match=said):
         run_forked(program(scene, "cpu", SMALL), seconds)
+
+
+# what starts another process and ends, or waits for it: that one writes its pid, keeps the output, and never ends
+LAUNCHER = """
+import subprocess, sys
+child = "import os, sys, time; print('said', os.getpid(), flush=True); time.sleep(1e6)"
+started = subprocess.Popen([sys.executable, "-S", "-c", child], start_new_session={apart})
+{wait}
+"""
+
+
+@pytest.mark.parametrize("wait", ["", "started.wait()"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_launcher_whose_child_keeps_its_output_is_ended(apart: bool, wait: str) -> None:
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    code = LAUNCHER.format(apart=apart, wait=wait)
+    with subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True, **output) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[1])
+        ended(process, 0.1 if apart else 900)
+        assert process.stdout.closed is not apart, "all have ended that kept it"
+        if apart:  # nobody ends what has left the session
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_fork_has_nothing_of_the_one_before() -> None:

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from msgspec import structs
 
 import ballonet
 from ballonet.hooks.replicas.follower import Follower
@@ -18,9 +19,10 @@ from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Re
 from ballonet.hooks.replicas.leader import Leader, Notify
 from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.messages import Message
-from ballonet.hooks.replicas.microbatch_plan import Request, Sampling, SplitPolicy, split_by_tokens
+from ballonet.hooks.replicas.microbatch_plan import Request, SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SpanCache
 from ballonet.hooks.replicas.stage import Stage, WatchedLink
+from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Group, Span
@@ -209,11 +211,16 @@ def evenly(layers: int, stages: int) -> list[range]:
     return [range(*bounds) for bounds in itertools.pairwise(ends)]
 
 
+def chosen(*tokens: int) -> tuple[ChosenToken, ...]:
+    """Tokens without logprobs."""
+    return tuple(map(ChosenToken, tokens))
+
+
 class Told:
     """What a leader tells: the tokens of every request, that it is over, or its error."""
 
     def __init__(self) -> None:
-        self.tokens: dict[str, tuple[int, ...]] = {}
+        self.tokens: dict[str, tuple[ChosenToken, ...]] = {}
         self.over: set[str] = set()
         self.errors: dict[str, Exception] = {}
 
@@ -231,7 +238,7 @@ class Told:
     def answers(self, requests: Sequence[Request]) -> list[list[int]]:
         assert not self.errors
         assert {request.name for request in requests} <= self.over
-        return [list(self.tokens[request.name]) for request in requests]
+        return [[token.token for token in self.tokens[request.name]] for request in requests]
 
 
 def hollow(model: Any, layers: range) -> Any:
@@ -269,7 +276,7 @@ def requests(asked: Sequence[Sequence[int]], new: int = 12, sampling: Sampling |
     """A request for each prompt, named by its number; a seed of its own for each."""
     made = []
     for n, ids in enumerate(asked):
-        given = Sampling() if sampling is None else Sampling(n, sampling.temperature, sampling.top_k, sampling.top_p)
+        given = Sampling() if sampling is None else structs.replace(sampling, seed=n)
         made.append(Request(f"q{n}", tuple(ids), new, given))
     return made
 

@@ -37,6 +37,7 @@ from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.offload.policy.replicas import protocol
 
 from ..pool import take_out
+from .stages import chosen
 
 LONG = 120.0  # s, until a test is given up
 SERVED = Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")
@@ -98,7 +99,7 @@ def taken(end: PipeToSupervisor) -> Message:
 
 
 def told(number: int) -> Told:
-    return Told("a", 1, number, (number,))
+    return Told("a", 1, number, chosen(number))
 
 
 def test_replicas_that_join_get_numbers_in_turn_and_the_address_of_the_store(office: Office) -> None:

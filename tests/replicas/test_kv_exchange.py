@@ -21,8 +21,9 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.hooks.replicas import kv_exchange as handover
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece, Regrouping, moves
-from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica_model import ReplicaModel, SpanCache
+from ballonet.hooks.sampling.settings import Sampling
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 
 from ..models import build
@@ -113,7 +114,7 @@ def serve(group: InProcess, change: Regroup) -> None:
     group.step()
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(0, 1.0, 30, 0.9)], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("sampling", [None, Sampling(0, 1.0, 30, 0.9, frequency=0.4)], ids=["greedy", "sampling"])
 def test_requests_of_two_replicas_go_on_in_one_group(sampling: Sampling | None) -> None:
     asked, expected = of_one_replica(sampling)
     install()

@@ -1,5 +1,5 @@
 """Groups of stages in one process: the answers of stock continuous batching in any order of stages, ends, cancellation,
-preemption, faults of memory; records between stages, sampling keyed by seed and position, and batches over spans.
+preemption, faults of memory; records between stages, and batches over spans.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import ballonet
 from ballonet.hooks.replicas import kv_exchange
-from ballonet.hooks.replicas.follower import sample, uniform
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver
 from ballonet.hooks.replicas.microbatch_plan import (
+    Begun,
     Chunk,
     MicrobatchPlan,
     Passing,
     Piece,
     Request,
-    Sampling,
     Size,
     record_of,
     tensor_of,
 )
 from ballonet.hooks.replicas.replica_model import SpanRunner
+from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.splice import splice as splicing
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 from ..models import build
 from ..serving.batches import answers, prompts, stock
-from .stages import BLOCK, CHUNK, PAGE, InProcess, Replicas, Told, answered, evenly, hollow, install, requests
+from ..serving.sampled import SETTINGS, close_to, named
+from ..serving.sampled import alone as alone_of
+from .stages import BLOCK, CHUNK, PAGE, InProcess, Replicas, Told, answered, chosen, evenly, hollow, install, requests
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -81,7 +82,7 @@ def test_tokens_are_stocks(name: str) -> None:
         assert answered(model, requests(asked, 6), stages) == expected, stages
 
 
-SAMPLED = Sampling(0, 1.1, 40, 0.95)
+SAMPLED = Sampling(0, 1.1, 40, 0.95, presence=0.5, frequency=0.3, repetition=1.2, logprobs=2)
 
 
 @functools.lru_cache
@@ -336,7 +337,7 @@ def test_sampled_tokens_do_not_depend_on_stages_or_on_where_a_request_begins_aga
         assert answered(model, asked, stages) == expected
     for known in (1, 5):
         begun = [
-            Request(request.name, request.prompt, 6, request.sampling, delivered=tuple(tokens[:known]))
+            Request(request.name, request.prompt, 6, request.sampling, delivered=chosen(*tokens[:known]))
             for request, tokens in zip(asked, expected, strict=True)
         ]
         with grouped(model, 2) as (group, told):
@@ -345,6 +346,25 @@ def test_sampled_tokens_do_not_depend_on_stages_or_on_where_a_request_begins_aga
                 group.add(request)
             group.run()
             assert told.answers(asked) == expected
+            for request in asked:
+                logprobs = [(token.logprob, len(token.likeliest)) for token in told.tokens[request.name][known:]]
+                assert all(own is not None and own <= 0 and likeliest == 2 for own, likeliest in logprobs)
+
+
+def test_a_stage_s_choices_are_those_of_a_whole_model() -> None:
+    """Penalties over prompt and answer, logprobs, and an end that is put off."""
+    model, settings = build("llama", num_hidden_layers=4), [*SETTINGS, Sampling(least=4)]
+    asked = [
+        named(prompt, 8, sampling, ends=(142,))
+        for prompt, sampling in zip(prompts(9, 2 * CHUNK), settings, strict=True)
+    ]
+    expected = [alone_of(model, request) for request in asked]
+    install()
+    with grouped(model, 3) as (group, told):
+        for request in asked:
+            group.add(Request(request.name, request.prompt, request.most, request.sampling, request.ends))
+        group.run()
+        assert all(close_to(told.tokens[request.name], answer) for request, answer in zip(asked, expected, strict=True))
 
 
 # Records
@@ -358,97 +378,19 @@ def test_records_arrive_as_they_were() -> None:
         2,
         7,
         (Chunk("a", (3, 4, 5), 10, False), Chunk("b", (9,), 0, True)),
-        (("b", Sampling(-5, 0.7, 20, 0.9)),),
+        (Begun("b", Sampling(-5, 0.7, 20, 0.9, presence=0.5), 3, (9,), (4, 5, 6, 7)),),
         ("c",),
         ("d", "e"),
     )
     passing = Passing(2, 7, (("a", 1),), (40, 50), 2)
-    answer = Passing(2, 7, (("a", 1),), (40, 50, 60), tokens=(("b", 12),))
-    handed = HandedOver(2, GROUP, (Handed(Request("a", (1, 2), 5, Sampling(7, 0.5), (9,), (4,)), 4),))
+    answer = Passing(2, 7, (("a", 1),), (40, 50, 60), tokens=(("b", ChosenToken(12, -0.5, ((3, -0.1),))),))
+    handed = HandedOver(2, GROUP, (Handed(Request("a", (1, 2), 5, Sampling(7, 0.5), (9,), chosen(4)), 4),))
     for record in (plan, MicrobatchPlan(0, 0), passing, answer, handed, kv_exchange.Piece("a", 40, 3, 2, 5, -(2**62))):
         assert record_of(tensor_of(record), type(record)) == record
 
 
 def test_a_chunk_samples_the_token_behind_it() -> None:
     assert Chunk("a", (3, 4, 5), 10, True).end == 13
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="top_p"):
-        Sampling(**wrong)  # type: ignore[arg-type]
-
-
-# Sampling
-
-
-VOCABULARY = 97
-
-
-def logits(rows: int, seed: int = 3) -> torch.Tensor:
-    made = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
-    return made.mul(4).round().div(4)  # many are equal
-
-
-def probabilities(row: torch.Tensor, settings: Sampling) -> torch.Tensor:
-    """Returns the probabilities after transformers' processors."""
-    ids, scores = torch.zeros(1, 1, dtype=torch.long), row[None].float()
-    scores = TemperatureLogitsWarper(settings.temperature)(ids, scores)
-    if settings.top_k:
-        scores = TopKLogitsWarper(settings.top_k)(ids, scores)
-    if settings.top_p < 1:
-        scores = TopPLogitsWarper(settings.top_p)(ids, scores)
-    chances: torch.Tensor = scores.softmax(-1)[0]
-    return chances
-
-
-SETTINGS = [
-    Sampling(1, 1.0),
-    Sampling(2, 0.6),
-    Sampling(3, 1.3, top_k=7),
-    Sampling(4, 1.0, top_p=0.6),
-    Sampling(5, 1.7, top_k=30, top_p=0.8),
-    Sampling(6, 0.9, top_k=1),
-    Sampling(7, 0.9, top_k=VOCABULARY + 5, top_p=0.999),
-    Sampling(8, 1.0, top_p=0.01),
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_tokens_come_as_often_as_transformers_processors_say(settings: Sampling) -> None:
-    row, draws = logits(1)[0], 4000
-    if settings.top_p < 1:  # which of equal ones goes is not said
-        row = row + torch.linspace(0, 0.1, VOCABULARY)
-    expected = probabilities(row, settings)
-    tokens = sample(row.expand(draws, -1), [settings] * draws, range(draws))
-    counts = torch.bincount(torch.tensor(tokens), minlength=VOCABULARY).double() / draws
-    assert not counts[expected == 0].any()
-    # a fixed sequence of numbers: no chance is involved; 5 deviations of a binomial one
-    assert ((counts - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt() + 1e-9).all()
-
-
-def test_rows_do_not_depend_on_those_beside_them() -> None:
-    rows, positions = logits(len(SETTINGS)), list(range(10, 10 + len(SETTINGS)))
-    together = sample(rows, SETTINGS, positions)
-    alone = [sample(rows[n : n + 1], SETTINGS[n : n + 1], positions[n : n + 1])[0] for n in range(len(SETTINGS))]
-    assert together == alone
-    backwards = sample(rows.flip(0), SETTINGS[::-1], positions[::-1])
-    assert backwards[::-1] == together
-
-
-def test_without_a_temperature_the_likeliest_is_chosen() -> None:
-    rows = logits(5)
-    mixed = [Sampling(1), Sampling(2, 1.0), Sampling(3), Sampling(4, 2.0), Sampling(5)]
-    tokens = sample(rows, mixed, [9] * 5)
-    assert [tokens[0], tokens[2], tokens[4]] == rows.argmax(-1)[[0, 2, 4]].tolist()
-
-
-def test_numbers_depend_on_seed_and_position_and_fill_the_interval() -> None:
-    numbers = [uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(500)]
-    assert len(set(numbers)) == len(numbers)
-    assert 0 <= min(numbers) < 0.01
-    assert 0.99 < max(numbers) < 1
-    assert uniform(5, 6) == uniform(5, 6) != uniform(6, 5)
 
 
 # Batches over spans of one model: layers that do not run never touch the paged cache

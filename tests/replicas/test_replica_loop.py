@@ -34,7 +34,7 @@ from ..models import build
 from ..pool import take_out
 from ..serving.batches import prompts
 from ..tuned import Clock, Tuned
-from .stages import BLOCK, CHUNK, Desk, Inbox, MemoryLink, answered, requests
+from .stages import BLOCK, CHUNK, Desk, Inbox, MemoryLink, answered, chosen, requests
 
 LAYERS, PAGE = 4, 4096
 PAIR = (Group((0, 1), (Span(0, 2), Span(2, LAYERS))),)
@@ -197,7 +197,7 @@ class Loops:
         for part in sorted(told, key=lambda part: part.before):
             assert part.error is None
             assert part.before == len(tokens[part.request])
-            tokens[part.request] += part.tokens
+            tokens[part.request] += [token.token for token in part.tokens]
         return [tokens[request.name] for request in asked]
 
     def drop(self, epoch: int) -> None:
@@ -370,7 +370,7 @@ def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
     loops.step(20)
     assert done == sum(len(report.tokens) for report in loops.heard(Told) if report.request == damaged.request) < 10
     (lost, expected) = next(pair for pair in zip(asked, right, strict=True) if pair[0].name == damaged.request)
-    again = Request(lost.name, lost.prompt, lost.new, lost.sampling, delivered=tuple(expected[:done]))
+    again = Request(lost.name, lost.prompt, lost.new, lost.sampling, delivered=chosen(*expected[:done]))
     loops.ask(0, 3, again, assignment=2)
     assert loops.answers(asked[:3]) == right[:3]
     told = loops.heard(Told)
@@ -409,7 +409,7 @@ def test_replica_that_goes_on_alone_has_all_its_layers_at_once(
             request.prompt,
             request.new,
             request.sampling,
-            delivered=tuple(tokens[: delivered.get(request.name, 0)]),
+            delivered=chosen(*tokens[: delivered.get(request.name, 0)]),
         )
         for request, tokens in zip(asked, right, strict=True)
     ]
@@ -502,7 +502,7 @@ def test_replica_that_cannot_drop_its_layers_after_all_goes_on_alone(
             request.prompt,
             request.new,
             request.sampling,
-            delivered=tuple(tokens[: done.get(request.name, 0)]),
+            delivered=chosen(*tokens[: done.get(request.name, 0)]),
         )
         for request, tokens in zip(asked, right, strict=True)
     ]

@@ -30,13 +30,16 @@ from ballonet.hooks.replicas.messages import (
     decoded,
     encoded,
 )
-from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.supervisor import Supervisor, SupervisorPorts
+from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
+
+from .stages import chosen
 
 COST = ChunkCost(1e-9, 1e-5, 1e-3)
 LAYERS = (10, 10, 10, 10)
@@ -138,31 +141,31 @@ def scene() -> Iterator[Scene]:
 def test_a_request_has_its_tokens(scene: Scene) -> None:
     start = scene.begins()
     for before in range(3):
-        scene.replicas.says(scene.member, Told("a", start.request.assignment, before, (7 + before,)))
+        scene.replicas.says(scene.member, Told("a", start.request.assignment, before, chosen(7 + before)))
     wait(lambda: len(scene.told) == 3)
     assert [(request.delivered, request.over, error) for request, error in scene.told] == [
-        ((7,), False, None),
-        ((7, 8), False, None),
-        ((7, 8, 9), True, None),
+        (chosen(7), False, None),
+        (chosen(7, 8), False, None),
+        (chosen(7, 8, 9), True, None),
     ]
     assert (scene.supervisor.waiting, scene.supervisor.state().requests) == (0, 0)
 
 
 def test_requests_of_a_lost_replica_are_computed_again_by_another(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, chosen(7)))
     wait(lambda: scene.told)
     scene.replicas.ends(scene.member)
     (_, _), (member, again) = scene.replicas.hears(Start, 2)
     assert (member, again.request.assignment, again.request.delivered) == (
         1 - scene.member,
         start.request.assignment + 1,
-        (7,),
+        chosen(7),
     )
-    scene.replicas.says(scene.member, Told("a", start.request.assignment, 1, (6,)))  # on its way when it ended
-    scene.replicas.says(member, Told("a", again.request.assignment, 1, (8,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 1, chosen(6)))  # on its way when it ended
+    scene.replicas.says(member, Told("a", again.request.assignment, 1, chosen(8)))
     wait(lambda: len(scene.told) == 2)
-    assert scene.told[-1][0].delivered == (7, 8)
+    assert scene.told[-1][0].delivered == chosen(7, 8)
     assert scene.supervisor.state().recomputed == 1
 
 
@@ -192,7 +195,7 @@ def test_replica_that_joins_once_its_process_has_ended_is_told_to_end(scene: Sce
 
 def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, chosen(7)))
     wait(lambda: scene.told)
     scene.replicas.ends(0)
     scene.replicas.ends(1)
@@ -262,8 +265,8 @@ def test_client_that_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypa
 
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
     start = scene.begins()
-    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (7,)))
-    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, (8,)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, chosen(7)))
+    scene.replicas.says(scene.member, Told("a", start.request.assignment, 0, chosen(8)))
     wait(lambda: len(scene.told) == 2)
     assert "with other tokens" in str(scene.told[-1][1])
 
@@ -310,12 +313,12 @@ def test_all_who_wait_are_told_at_the_end(scene: Scene) -> None:
 # The ledger, and messages
 
 
-REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), (4,))
+REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), chosen(4))
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
 MESSAGES: list[Message] = [
     Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3)), 0),
     Start(3, REQUEST),
-    Told("a", 2, 1, (4, 5), "a reason"),
+    Told("a", 2, 1, (ChosenToken(4, -0.5, ((4, -0.5), (6, -1.0))), ChosenToken(5)), "a reason"),
     Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0"), (REQUEST,)),
     Welcome(3, "here", 29400, ChunkCost(1e-9, 1e-5, 1e-3)),
     Line("loading"),
@@ -356,20 +359,20 @@ def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
     first, second = (ledger.assign("a").request.assignment for _ in range(2))
-    assert ledger.deliver("a", first, 0, (5,)) == ()
-    assert ledger.deliver("a", second, 0, (5,)) == (5,)
-    assert ledger.deliver("b", second, 0, (5,)) == ()
+    assert ledger.deliver("a", first, 0, chosen(5)) == ()
+    assert ledger.deliver("a", second, 0, chosen(5)) == chosen(5)
+    assert ledger.deliver("b", second, 0, chosen(5)) == ()
 
 
 def test_tokens_that_are_computed_again_have_to_be_the_same() -> None:
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
     assignment = ledger.assign("a").request.assignment
-    assert ledger.deliver("a", assignment, 0, (5, 6)) == (5, 6)
+    assert ledger.deliver("a", assignment, 0, chosen(5, 6)) == chosen(5, 6)
     with pytest.raises(RepeatedOtherwise):
-        ledger.deliver("a", assignment, 1, (7,))
+        ledger.deliver("a", assignment, 1, chosen(7))
     with pytest.raises(ValueError, match="never came"):
-        ledger.deliver("a", assignment, 3, (8,))
+        ledger.deliver("a", assignment, 3, chosen(8))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.lists(st.tuples(st.integers(0, 19), st.integers(1, 5))))
@@ -377,11 +380,11 @@ def test_clients_get_each_token_once(answer: list[int], reports: list[tuple[int,
     """Reports of any parts of an answer, again and again: what is new of each is what comes behind the others."""
     ledger = RequestLedger()
     ledger.accept(Request("a", (1,), len(answer) + 1), 0.0)
-    got: list[int] = []
+    got: list[ChosenToken] = []
     for begin, count in reports:
         before = min(begin, len(got))  # none is missing
         got += ledger.deliver(
-            "a", ledger.assign("a").request.assignment, before, tuple(answer[before : before + count])
+            "a", ledger.assign("a").request.assignment, before, chosen(*answer[before : before + count])
         )
-    assert got == answer[: len(got)]
+    assert got == [*chosen(*answer[: len(got)])]
     assert ledger.entry("a").request.delivered == tuple(got)

@@ -53,14 +53,14 @@ class Here:
     def idle(self) -> tuple[int, int]:
         """Waits until no request is left, and forgets the blocks that are kept for prompts; returns pages of KV, and
         those that the kernel has beyond what the core knows of."""
-        loops = tuple(self.server.tenants.loops.values())
+        loops = tuple(self.server.loops.values())
         while any(sum(loop.queued) for loop in loops):
             time.sleep(MOMENT)
         for loop in loops:
-            cache = loop._cb.batch_processor.cache
+            cache = loop._manager.batch_processor.cache
             while cache.request_pages.requests():  # the step of those that were cancelled last may run
                 time.sleep(MOMENT)
-            with loop._cb.pause():
+            with loop._manager.pause():
                 cache.evict_kept(cache.pages.nbytes)
                 cache.pool.try_to_free_sectors()
         device = devices.require()
@@ -118,7 +118,7 @@ def test_clients_of_every_kind_leave_nothing(here: Here) -> None:
 
 def request(model: str, tokens: int, *, stream: bool) -> bytes:
     body = json.dumps({"model": model, "prompt": "w3 w4 w5", "max_tokens": tokens, "stream": stream}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -153,7 +153,7 @@ async def streamed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, m
 
 async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, model: str, chance: float) -> str:
     """Reads all of a short answer."""
-    writer.write(request(model, 2, stream=False).replace(b"Host: x", b"Host: x\r\nConnection: close"))
+    writer.write(request(model, 2, stream=False).replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
     await writer.drain()
     return (await reader.read()).decode()[9:12]
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import signal
 import socket
 import tempfile
 import textwrap
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fastapi import HTTPException
 from openai import (
     APIConnectionError,
     APIError,
@@ -34,8 +30,7 @@ from openai import (
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ballonet
 from ballonet.__main__ import main
@@ -43,14 +38,12 @@ from ballonet.allocator import control, devices
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
-from ballonet.hooks.server.tenants import Loop, asked_slo
 
 from .. import programs
 from ..dashboard import asked, expressions, labels, sample_names
 from ..models import VOCABULARY, build
 from ..pool import cache_of_its_own, take_out
 from ..tuned import Tuned
-from .batches import greedily
 
 KEY = "a key"
 ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
@@ -76,7 +69,7 @@ def tells(self):
     held.unlink(missing_ok=True)
 
 ContinuousBatchProcessor._generation_step, Loop.tell = waits, tells
-with tuning(serving={"told": 600.0}):
+with tuning(clients={"told": 600.0}):
     sys.exit(main(sys.argv[2:]))
 """
 
@@ -150,7 +143,7 @@ class Serving:
         return self._program.ended().returncode
 
 
-CHAT = """{% for each in messages %}{% if each.role == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}
+CHAT = """{% for each in messages %}{% if each.content == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}
 {{ each.content }} w9{% endfor %}"""
 
 
@@ -252,133 +245,6 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return values
 
 
-def in_a_loop(scene: Callable[[Loop, Any], Coroutine[Any, Any, None]], waiting: int = 8) -> None:
-    """Runs the scene with a generation loop of the server's, and its model."""
-    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
-    model = build("llama", max_position_embeddings=LONGEST)
-    try:
-        with ballonet.manage(model):
-            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), waiting)
-            loop.init_cb(model, greedily(TOKENS))
-            try:
-                asyncio.run(asyncio.wait_for(scene(loop, model), 100))
-            finally:
-                loop.stop()
-                del loop
-    finally:
-        take_out()
-
-
-async def asked_of(loop: Loop, streaming: bool, model: Any, name: str, tokens: int = TOKENS) -> Any:
-    tokenizer = SimpleNamespace(_tokenizer=words(), decode=lambda ids, **_: f"{len(ids)} tokens")
-    asked = model, tokenizer, {"input_ids": [3, 4]}, greedily(tokens), name
-    return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_request_not_taken_keeps_no_promise(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the loop is stopping")
-
-    async def scene(loop: Loop, model: Any) -> None:
-        monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
-        asked_slo.set((60.0, 60.0))
-        with pytest.raises((RuntimeError, HTTPException), match="stopping"):
-            await asked_of(loop, streaming, model, "one")
-        assert not len(loop._scheduler.slos)
-
-    in_a_loop(scene)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streaming: bool) -> None:
-    """As by replicas (tests/replicas/test_http_frontend.py). A cancelled one has ended once the loop drops it."""
-
-    async def scene(loop: Loop, model: Any) -> None:
-        async def begun(name: str, tokens: int = TOKENS) -> asyncio.Task[Any]:
-            task = asyncio.ensure_future(asked_of(loop, streaming, model, name, tokens))
-            await asyncio.sleep(0)
-            return task
-
-        async def refused(name: str) -> bool:
-            try:
-                await (task := await begun(name))
-                await ended(task)
-            except HTTPException as error:
-                return error.status_code == 409 and "has not ended" in str(error.detail)
-            return False
-
-        async def ended(task: asyncio.Task[Any]) -> int:
-            """Returns how many tokens came."""
-            answer = await task
-            if not streaming:
-                return len(answer[2])
-            text, streamer = answer
-            while await text.get() is not None:
-                pass
-            return int(streamer.total_tokens)
-
-        first = await begun("a", LONGEST // 2)
-        assert await refused("a")
-        other = await begun("b")
-        assert [await ended(task) for task in (first, other)] == [LONGEST // 2, TOKENS]
-        assert not await refused("a")
-        gone = await begun("a", LONGEST // 2)
-        if streaming:
-            (await gone)[1].cancel()
-        else:
-            gone.cancel()
-        while await refused("a"):
-            await asyncio.sleep(0.001)
-
-    in_a_loop(scene)
-
-
-def test_an_answer_that_is_there_before_its_stream_is_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the thread of the event loop is late all tokens come before transformers registers who gets them."""
-    add, over = ContinuousBatchingManager.add_request, threading.Event()
-    deliver = OutputRouter.deliver_batch
-
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = add(self, *args, **kwargs)
-        assert over.wait(60)
-        return name
-
-    def delivered(self: Any, outputs: list[Any]) -> None:
-        deliver(self, outputs)
-        if any(output.is_finished() for output in outputs):
-            over.set()
-
-    monkeypatch.setattr(ContinuousBatchingManager, "add_request", late)
-    monkeypatch.setattr(OutputRouter, "deliver_batch", delivered)
-
-    async def scene(loop: Loop, model: Any) -> None:
-        text, streamer = await asked_of(loop, True, model, "one")
-        while await text.get() is not None:
-            pass
-        assert streamer.total_tokens == TOKENS
-        assert not loop._has("one")
-
-    in_a_loop(scene)
-
-
-def test_a_flood_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(loop: Loop, model: Any) -> None:
-        asks = [asyncio.ensure_future(asked_of(loop, False, model, str(n))) for n in range(12)]
-        await asyncio.sleep(0)
-        assert [ask.done() for ask in asks] == [False] * 8 + [True] * 4
-        for ask in asks[8:]:
-            with pytest.raises(HTTPException, match="8 requests wait already") as refused:
-                ask.result()
-            assert refused.value.status_code == 429
-        monkeypatch.undo()
-        loop._cb.start()
-        assert [len(answer[2]) for answer in await asyncio.gather(*asks[:8])] == [TOKENS] * 8
-
-    monkeypatch.setattr(ContinuousBatchingManager, "start", lambda loop: None)  # so that they wait
-    in_a_loop(scene, waiting=8)
-
-
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
     """A conversation's next turn computes what is new, and less than a block of the files, which has 256 tokens. The
     first server ends by Ctrl-C."""
@@ -415,37 +281,31 @@ def by_stock(folder: str, prompt: str, tokens: int = TOKENS) -> str:
 
 
 def test_wrong_request_is_refused_with_status_and_reason(serving: Serving) -> None:
+    """The others are in test_api.py: this is what a loop, a template, or the way to another process says."""
     text: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
     chat: dict[str, Any] = {"model": serving.models[0], "messages": [{"role": "user", "content": "w3"}]}
     bare = {"model": serving.models[2], "input": "w3"}  # without a chat template; its loop has not begun
-    judged = chat | {"messages": [{"role": "judge", "content": "w3"}]}
-    settings = json.dumps({"max_new_tokens": -1})
+    judged = chat | {"messages": [{"role": "user", "content": "judge"}]}
     cases: list[tuple[str, str | None, Any, int, str]] = [
         ("completions", None, text, 401, "API key"),
         ("completions", "another key", text, 401, "API key"),
         ("completions", KEY, b'{"model": ', 400, "no JSON"),
-        ("completions", KEY, b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 400, "nested too deeply"),
-        ("completions", KEY, [1], 400, "not a JSON object"),
         ("completions", KEY, text | {"model": "gpt-5"}, 404, serving.models[1]),
-        ("completions", KEY, {"prompt": "w3"}, 400, f"names no model: {serving.models[0]}"),
+        ("completions", KEY, {"prompt": "w3"}, 400, "model"),
         ("completions", KEY, text | {"prompt": ""}, 400, "no tokens"),
-        ("completions", KEY, text | {"max_tokens": "many"}, 400, "max_tokens is"),
-        ("completions", KEY, text | {"max_tokens": 0}, 400, "max_tokens is 0"),
-        ("completions", KEY, text | {"seed": 10**26}, 400, "64 bits"),
-        ("completions", KEY, text | {"generation_config": "{"}, 400, "settings of the request"),
-        ("completions", KEY, text | {"generation_config": settings}, 400, "max_new_tokens"),
-        ("completions", KEY, text | {"max_tokens": LONGEST}, 413, f"has 1 tokens and asks for {LONGEST} more"),
-        ("chat/completions", KEY, chat | {"messages": "x"}, 400, "messages is"),
+        ("completions", KEY, text | {"max_tokens": "many"}, 400, "max_tokens"),
+        ("completions", KEY, text | {"max_tokens": LONGEST}, 400, f"has 1 tokens and asks for {LONGEST} more"),
+        ("completions", KEY, text | {"structured_outputs": {"regex": "a["}}, 400, ""),
         ("chat/completions", KEY, chat | {"model": serving.models[2]}, 400, "no chat template"),
         ("chat/completions", KEY, judged, 400, "no judges here"),
         ("responses", KEY, bare, 400, "no chat template"),
-        ("audio/transcriptions", KEY, {}, 403, "serves text"),
+        ("audio/transcriptions", KEY, {}, 404, "Not Found"),
     ]
     for path, key, sent, status, says in cases:
         response = serving.get(f"/v1/{path}", key, sent if isinstance(sent, bytes) else json.dumps(sent).encode())
         assert response[0] == status, (path, sent, response)
         assert says in json.loads(response[1])["error"]["message"], (path, sent, response)
-    assert serving.get("/load_model", KEY, b"{}")[0] == 403
+    assert serving.get("/load_model", KEY, b"{}")[0] == 404
     assert serving.get("/health", None)[0] == 200
     assert serving.get("/metrics", None)[0] == 401
     assert "Traceback" not in serving.said()
@@ -561,8 +421,7 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     if tokens == 50:
         assert texts == ["length"] * 12
     else:
-        assert all(text.startswith("stream Generation loop finished") for text in texts[::2]), texts
-        assert all(text.startswith("503") and "the server shuts down" in text for text in texts[1::2]), texts
+        assert all(text.startswith("503") and "the server shuts down" in text for text in texts), texts
     assert "Traceback" not in server.said(), server.said()
     events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
     drawn_requests = [

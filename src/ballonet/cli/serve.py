@@ -1,4 +1,4 @@
-"""`serve`, transformers' OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
+"""`serve`, an OpenAI-compatible server, its models managed on one pool, and `load`: recorded requests
 replayed against a server, and how fast it answered.
 """
 
@@ -9,15 +9,21 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..allocator.config import parse_size
 from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
-from ..hooks.watch.endpoint import check_free
+from ..hooks.watch.endpoint import listen
 from . import arguments, serve_replicas
 from .arguments import noting, say
 from .run import add_options
+
+if TYPE_CHECKING:
+    from ..hooks.server.anteroom import Anteroom
+    from ..hooks.server.application import Address
 
 
 def add_serve(commands: Any) -> None:
@@ -33,10 +39,18 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--port", type=arguments.whole(1, 65535), default=8000, help="port to listen at (default: 8000)"
     )
+    _add_doors(parser.add_argument_group("who may ask"))
     parser.add_argument(
-        "--api-key", metavar="KEY", help="what clients have to send; needed unless --host is this machine"
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        help="names that clients ask for, one for each model (default: as the models are given)",
     )
-    parser.add_argument("--no-api-key", action="store_true", help="anybody may ask, also from other machines")
+    parser.add_argument(
+        "--allow-client-templates",
+        action="store_true",
+        help="requests may bring a chat template, which is a program of the client's",
+    )
     parser.add_argument(
         "--waiting", metavar="N", type=arguments.count, default=1024, help="requests that may wait (default: 1024)"
     )
@@ -91,33 +105,91 @@ def add_serve(commands: Any) -> None:
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
 
+def _add_doors(group: Any) -> None:
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients have to send, as everybody on this machine can read in its list of processes: rather give "
+        "BALLONET_API_KEY, or --api-key-file",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the key")
+    group.add_argument(
+        "--no-api-key", action="store_true", help="anybody may ask, also from other machines (unless --host is this)"
+    )
+    group.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a name that clients without a key may call this server by, beside localhost, --host and addresses",
+    )
+    group.add_argument(
+        "--allow-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="web pages that may ask, such as https://chat.example, or * (default: none)",
+    )
+    group.add_argument(
+        "--max-body", metavar="SIZE", help="largest body of a request (default: by the longest sequence of a model)"
+    )
+
+
 def _serve(args: argparse.Namespace) -> Callable[[], None]:
-    """Loads the models, and returns what serves them."""
+    """Listens, loads the models, and returns what serves them."""
     options = ManageOptions.of({option.name: vars(args)[option.name] for option in OPTIONS if option.name in args})
-    if args.host not in serve_replicas.LOCAL and args.api_key is None and not args.no_api_key:
-        raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
+        from ..hooks.server.anteroom import Anteroom
         from ..hooks.server.application import Address
-        from ..hooks.server.loading import suitable
-        from ..hooks.server.server import Server
+        from ..hooks.server.doors import Doors, read_key
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
-    from ..allocator import devices
-    from ..allocator.install import install
     from ..offload.timeline import recorder
 
+    key = read_key(args.api_key, args.api_key_file)
+    if args.host not in serve_replicas.LOCAL and key is None and not args.no_api_key:
+        raise ConfigError(f"whoever reaches {args.host} could ask: give it a key by --api-key-file, or --no-api-key")
+    hosts = frozenset(name.lower() for name in (*args.allow_host, args.host))
+    max_body = None if args.max_body is None else parse_size(args.max_body, "--max-body")
+    doors = Doors(key, hosts, frozenset(args.allow_origin), max_body)
+    names = tuple(args.served_model_name or args.models)
+    if len(names) != len(args.models) or len(set(names)) != len(names):
+        raise ConfigError("--served-model-name: give as many names as models, and no two the same")
+    own = args.allow_client_templates
+    address = Address(args.host, args.port, doors, args.waiting, args.grace, args.json, names, own)
     replicated = serve_replicas.is_replicated(args, options)
-    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace, args.json)
-    check_free(args.host, args.port)
-    if replicated:
-        return serve_replicas.server(args, address, say)
-    for name, why in (("log", "writes what their controller decides"), ("silent", "says when one of them is lost")):
-        if vars(args)[name] is not None:
-            raise ConfigError(f"--{name} is of the server that has --replicas: it {why}")
-    if args.costs is not None:
-        raise ConfigError("--costs is of replicas, whose batches it says the times of: give --replicas")
-    if args.timeline is not None:
-        recorder.check(args.timeline)  # before anything takes its time
+    if not replicated:
+        for name, why in (
+            ("log", "it writes what their controller decides"),
+            ("silent", "it says when one of them is lost"),
+            ("costs", "it says what their batches take"),
+        ):
+            if vars(args)[name] is not None:
+                raise ConfigError(f"--{name} is of the server that has --replicas: {why}")
+        if args.timeline is not None:
+            recorder.check(args.timeline)  # before anything takes its time
+    anteroom = Anteroom(listen(args.host, args.port), say)
+    try:
+        if replicated:
+            run = serve_replicas.server(args, address, anteroom.say)
+        else:
+            run = _loaded(args, address, options, anteroom.say)
+    except BaseException:
+        anteroom.close()
+        raise
+    return partial(run, anteroom)
+
+
+def _loaded(
+    args: argparse.Namespace, address: Address, options: ManageOptions, say: Callable[[str], None]
+) -> Callable[[Anteroom], None]:
+    """Loads the models, and returns what serves them."""
+    from ..allocator import devices
+    from ..allocator.install import install
+    from ..hooks.server.loading import suitable
+    from ..hooks.server.server import Server
+    from ..offload.timeline import recorder
+
     page_size = args.page_size or suitable(args.models, args.budget, say)
     install(budget=args.budget, page_size=page_size, host_budget=args.host_budget)
     if args.timeline is not None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..allocator.config import Config, environment
+from ..allocator.config import API_KEY, Config, environment
 from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..hooks.replicas.process import Attach
     from ..hooks.replicas.replica_server import ServedFleet
     from ..hooks.replicas.supervisor import Fleet
+    from ..hooks.server.anteroom import Anteroom
     from ..hooks.server.application import Address
     from ..offload.policy.replicas.pipeline import ChunkCost
     from ..offload.policy.tuning import Replicas
@@ -42,7 +43,7 @@ def is_replicated(args: argparse.Namespace, options: ManageOptions) -> bool:
     return True
 
 
-def server(args: argparse.Namespace, address: Address, say: Callable[[str], None]) -> Callable[[], None]:
+def server(args: argparse.Namespace, address: Address, say: Callable[[str], None]) -> Callable[[Anteroom], None]:
     """Starts the replicas of one model, or finds those of a Ray, and returns what serves them."""
     try:
         from ..hooks.replicas.process import ReplicaOptions
@@ -69,7 +70,7 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
             host_budget=args.host_budget,
             manage={option.name: vars(args)[option.name] for option in OPTIONS if option.name in args},
             batching=_given(page_size=args.block_size, max_batch_tokens=args.batch_tokens),
-            environment={k: v for k, v in environment().items() if k.startswith(_FORWARDED)},
+            environment={k: v for k, v in environment().items() if k.startswith(_FORWARDED) and k != API_KEY},
             attach=faults_of,
             say=say,
             tuning=tuning,

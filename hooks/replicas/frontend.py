@@ -1,0 +1,120 @@
+"""Stands before the supervisor for a server's endpoints: an Engine whose answers replicas compute."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Final, Protocol
+
+from ...allocator.errors import RequestTooLarge, SLOError
+from ..compat import longest_sequence
+from ..sampling.settings import ChosenToken
+from ..server.engine import Denial, Generation, Listener, Update, check_fits, check_name, check_waiting, tell
+from .microbatch_plan import Request
+
+# the begin of a replica's error message -> (status, code)
+_REFUSALS: Final = {
+    SLOError.__name__: (422, "slo_not_kept"),
+    RequestTooLarge.__name__: (413, "request_too_large"),
+}
+
+
+class RequestSink(Protocol):
+    """The supervisor's methods for clients. Thread-safe."""
+
+    def submit(self, request: Request) -> str | None:
+        """Takes a request. Returns why it is refused; None: it is taken."""
+
+    def cancel(self, name: str) -> None:
+        """Cancels a request whose client has gone away."""
+
+    def end_requests(self) -> None:
+        """Begins to end all requests, and notifies their clients. Does not wait."""
+
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be served; None while requests can be."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for their first token."""
+
+
+class FleetEngine:
+    """An Engine of one model that replicas have. `deliver` is called on the supervisor's threads, all else on the event
+    loop's."""
+
+    def __init__(self, supervisor: RequestSink, config: Any, most_waiting: int) -> None:
+        """`config`: of the model; `most_waiting`: requests that may wait."""
+        self._supervisor = supervisor
+        self._most_waiting = most_waiting
+        self._longest = longest_sequence(config)
+        self._vocabulary: int = config.get_text_config().vocab_size
+        self._listeners: dict[str, Listener] = {}
+        self._ends = False
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
+        """Computes an answer, see Engine. Denial."""
+        if generation.sampling.grammar is not None:
+            raise _unsupported("structured answers", "response_format")
+        check_fits(generation, generation.most, self._longest, self._vocabulary)
+        check_name(generation.name, self._listeners)
+        check_waiting(self.waiting, self._most_waiting)
+        request = Request(
+            generation.name,
+            generation.prompt,
+            generation.most,
+            generation.sampling,
+            generation.ends,
+            ttft=generation.ttft,
+            tpot=generation.tpot,
+        )
+        listener = self._listeners[request.name] = Listener(generation)
+        try:
+            if (why := self._supervisor.submit(request)) is not None:
+                raise Denial(503, why, "unavailable")
+            async for update in listener:
+                yield update
+        finally:
+            del self._listeners[request.name]
+            if not listener.is_over:
+                self._supervisor.cancel(request.name)
+
+    async def score(self, generation: Generation) -> tuple[ChosenToken, ...]:
+        """Refuses: stages keep no logits but those of the last token. Denial."""
+        raise _unsupported("logprobs of prompts", "echo")
+
+    def deliver(self, request: Request, error: str | None = None) -> None:
+        """Tells of a request's new tokens, or of the error that ends it."""
+        if (listener := self._listeners.get(request.name)) is None:
+            return
+        if error is None:
+            tell([(listener, listener.update(request.delivered, request.over))])
+            return
+        kind, _, why = error.partition(": ")
+        status, code = _REFUSALS.get(kind, (503, "unavailable"))
+        if kind in _REFUSALS:  # which begins with the request's name
+            error = "the request" + why.removeprefix("request ").removeprefix(request.name)
+        tell([(listener, Denial(status, error, code))])
+
+    def tell(self) -> None:
+        """Begins to end all requests, without waiting; their clients are notified."""
+        self._ends = True
+        self._supervisor.end_requests()
+
+    def close(self) -> None:
+        """Begins to end all requests: the fleet waits for their end as it is closed."""
+        self.tell()
+
+    @property
+    def answers(self) -> bool:
+        """Can a request be answered now?"""
+        return not self._ends and self._supervisor.failed is None
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for their first token."""
+        return self._supervisor.waiting
+
+
+def _unsupported(what: str, param: str) -> Denial:
+    return Denial(400, f"a server with --replicas has no {what}", "unsupported_parameter", param)

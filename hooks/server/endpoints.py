@@ -1,0 +1,70 @@
+"""The routes of a server, as an ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..watch import registry
+from .chat import Chats
+from .completions import TextCompletions
+from .engine import Denial
+from .http import Call, Endpoint, Handler, answered, denied
+from .openapi import description
+from .responses import ResponsesEndpoint
+from .served import Models, Served
+
+
+def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middleware] = ()) -> Starlette:
+    """Makes the application. Whoever puts something before its routes may raise Denial."""
+
+    async def listed(_: Call) -> Response:
+        return answered({"object": "list", "data": [_shown(model) for model in models]})
+
+    async def shown(call: Call) -> Response:
+        return answered(_shown(models.get(call.parameters["model"])))
+
+    async def health(_: Call) -> Response:
+        models.check()
+        return answered({"status": "ok"})
+
+    async def metrics(_: Call) -> Response:
+        return Response(registry.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(_: Call) -> Response:
+        return answered(description())
+
+    def route(method: str, path: str, handler: Handler) -> Route:
+        return Route(path, Endpoint(handler), methods=[method])
+
+    return Starlette(
+        routes=[
+            route("POST", "/v1/chat/completions", Chats(models)),
+            route("POST", "/v1/completions", TextCompletions(models)),
+            route("POST", "/v1/responses", ResponsesEndpoint(models)),
+            route("GET", "/v1/models", listed),
+            route("GET", "/v1/models/{model:path}", shown),
+            route("GET", "/metrics", metrics),
+            route("GET", "/openapi.json", openapi),
+            route("GET", "/health", health),
+        ],
+        lifespan=lifespan,
+        middleware=middleware,
+        exception_handlers={HTTPException: denied, Denial: denied},
+    )
+
+
+def _shown(model: Served) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "ballonet",
+        "max_model_len": model.longest,
+    }
