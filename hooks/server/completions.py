@@ -174,7 +174,7 @@ class _Answer:
         words = self._words
         likeliest: list[dict[str, float] | None] = []
         for token in tokens:
-            best = {}
+            best: dict[str, float] = {}
             for other, logprob in (*token.likeliest, (token.token, token.logprob)):
                 best.setdefault(words.text(other), told(logprob))
             likeliest.append(None if token.logprob is None else best)

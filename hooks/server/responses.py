@@ -137,7 +137,7 @@ class _Answer:
         if kind == "function_call":
             return
         thought = {"type": "reasoning_text", "text": ""}
-        content = thought if kind == "reasoning" else _TEXT | {"annotations": [], "logprobs": []}
+        content: dict[str, Any] = thought if kind == "reasoning" else _TEXT | {"annotations": [], "logprobs": []}
         item["content"] = [content]
         yield self._event("response.content_part.added", item, content_index=0, part=dict(content))
 
