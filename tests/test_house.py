@@ -325,7 +325,6 @@ PROCESS = {
     "hooks/plan/forward.py": "seen _all_widths",  # a configuration has the same forwards whoever plans with it
     "hooks/prefix/sessions.py": "_stores _thread",  # `generate` is wrapped once; of one thread: may it be stored?
     "hooks/programs/first_use.py": "_installed _watching",  # a notebook loads the extension once
-    "hooks/replicas/http_frontend.py": "_options",  # of one request
     "hooks/replicas/pair.py": "_device local_address",  # links share a thread of gloo, by the machine's address
     "hooks/server/tenants.py": "is_open asked_slo asked_seed",  # of one request
     "hooks/splice/splice.py": "_known",  # what was proven of a class of models, which no model changes

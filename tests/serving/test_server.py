@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import signal
 import socket
 import tempfile
 import textwrap
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fastapi import HTTPException
 from openai import (
     APIConnectionError,
     APIError,
@@ -34,8 +30,7 @@ from openai import (
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ballonet
 from ballonet.__main__ import main
@@ -43,14 +38,12 @@ from ballonet.allocator import control, devices
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
-from ballonet.hooks.server.tenants import Loop, asked_slo
 
 from .. import programs
 from ..dashboard import asked, expressions, labels, sample_names
 from ..models import VOCABULARY, build
 from ..pool import cache_of_its_own, take_out
 from ..tuned import Tuned
-from .batches import greedily
 
 KEY = "a key"
 ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
@@ -250,133 +243,6 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
             assert key not in values
             values[key] = sample.value
     return values
-
-
-def in_a_loop(scene: Callable[[Loop, Any], Coroutine[Any, Any, None]], waiting: int = 8) -> None:
-    """Runs the scene with a generation loop of the server's, and its model."""
-    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
-    model = build("llama", max_position_embeddings=LONGEST)
-    try:
-        with ballonet.manage(model):
-            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), waiting)
-            loop.init_cb(model, greedily(TOKENS))
-            try:
-                asyncio.run(asyncio.wait_for(scene(loop, model), 100))
-            finally:
-                loop.stop()
-                del loop
-    finally:
-        take_out()
-
-
-async def asked_of(loop: Loop, streaming: bool, model: Any, name: str, tokens: int = TOKENS) -> Any:
-    tokenizer = SimpleNamespace(_tokenizer=words(), decode=lambda ids, **_: f"{len(ids)} tokens")
-    asked = model, tokenizer, {"input_ids": [3, 4]}, greedily(tokens), name
-    return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_request_not_taken_keeps_no_promise(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the loop is stopping")
-
-    async def scene(loop: Loop, model: Any) -> None:
-        monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
-        asked_slo.set((60.0, 60.0))
-        with pytest.raises((RuntimeError, HTTPException), match="stopping"):
-            await asked_of(loop, streaming, model, "one")
-        assert not len(loop._scheduler.slos)
-
-    in_a_loop(scene)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streaming: bool) -> None:
-    """As by replicas (tests/replicas/test_http_frontend.py). A cancelled one has ended once the loop drops it."""
-
-    async def scene(loop: Loop, model: Any) -> None:
-        async def begun(name: str, tokens: int = TOKENS) -> asyncio.Task[Any]:
-            task = asyncio.ensure_future(asked_of(loop, streaming, model, name, tokens))
-            await asyncio.sleep(0)
-            return task
-
-        async def refused(name: str) -> bool:
-            try:
-                await (task := await begun(name))
-                await ended(task)
-            except HTTPException as error:
-                return error.status_code == 409 and "has not ended" in str(error.detail)
-            return False
-
-        async def ended(task: asyncio.Task[Any]) -> int:
-            """Returns how many tokens came."""
-            answer = await task
-            if not streaming:
-                return len(answer[2])
-            text, streamer = answer
-            while await text.get() is not None:
-                pass
-            return int(streamer.total_tokens)
-
-        first = await begun("a", LONGEST // 2)
-        assert await refused("a")
-        other = await begun("b")
-        assert [await ended(task) for task in (first, other)] == [LONGEST // 2, TOKENS]
-        assert not await refused("a")
-        gone = await begun("a", LONGEST // 2)
-        if streaming:
-            (await gone)[1].cancel()
-        else:
-            gone.cancel()
-        while await refused("a"):
-            await asyncio.sleep(0.001)
-
-    in_a_loop(scene)
-
-
-def test_an_answer_that_is_there_before_its_stream_is_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the thread of the event loop is late all tokens come before transformers registers who gets them."""
-    add, over = ContinuousBatchingManager.add_request, threading.Event()
-    deliver = OutputRouter.deliver_batch
-
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = add(self, *args, **kwargs)
-        assert over.wait(60)
-        return name
-
-    def delivered(self: Any, outputs: list[Any]) -> None:
-        deliver(self, outputs)
-        if any(output.is_finished() for output in outputs):
-            over.set()
-
-    monkeypatch.setattr(ContinuousBatchingManager, "add_request", late)
-    monkeypatch.setattr(OutputRouter, "deliver_batch", delivered)
-
-    async def scene(loop: Loop, model: Any) -> None:
-        text, streamer = await asked_of(loop, True, model, "one")
-        while await text.get() is not None:
-            pass
-        assert streamer.total_tokens == TOKENS
-        assert not loop._has("one")
-
-    in_a_loop(scene)
-
-
-def test_a_flood_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(loop: Loop, model: Any) -> None:
-        asks = [asyncio.ensure_future(asked_of(loop, False, model, str(n))) for n in range(12)]
-        await asyncio.sleep(0)
-        assert [ask.done() for ask in asks] == [False] * 8 + [True] * 4
-        for ask in asks[8:]:
-            with pytest.raises(HTTPException, match="8 requests wait already") as refused:
-                ask.result()
-            assert refused.value.status_code == 429
-        monkeypatch.undo()
-        loop._cb.start()
-        assert [len(answer[2]) for answer in await asyncio.gather(*asks[:8])] == [TOKENS] * 8
-
-    monkeypatch.setattr(ContinuousBatchingManager, "start", lambda loop: None)  # so that they wait
-    in_a_loop(scene, waiting=8)
 
 
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
