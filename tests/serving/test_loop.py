@@ -5,6 +5,7 @@ and forks divide their work; prompts are scored; what cannot be answered is refu
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from functools import lru_cache, partial
@@ -410,7 +411,9 @@ def test_a_loop_that_has_died_begins_again(monkeypatch: pytest.MonkeyPatch, two:
 
     async def scene(loop: Loop) -> None:
         steps = 0
+        assert await denied(loop, named([3], 1, Sampling())) is None
         for _ in range(2):
+            before = weakref.ref(loop._scheduler)
             with monkeypatch.context() as patch:
                 updates, _first = await first_of(loop, named([3, 4], 400, Sampling()))
                 patch.setattr(ContinuousBatchProcessor, "update_batch", _broken)
@@ -419,6 +422,7 @@ def test_a_loop_that_has_died_begins_again(monkeypatch: pytest.MonkeyPatch, two:
             assert loop.answers
             assert close_to((await answer(loop, asked[1]))[0], expected[1])
             assert loop.steps > steps
+            assert before() is None, "or its cache is in use"
             steps = loop.steps
 
     install(256)
