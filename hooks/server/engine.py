@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from ...allocator.errors import SequenceTooLong
 from ...offload.policy.tuning import DEFAULT
@@ -102,13 +102,17 @@ class Listener:
         self._told = 0
         self._news = asyncio.Queue[Update | Denial]()
 
-    async def __aiter__(self) -> AsyncGenerator[Update, None]:
-        """Yields updates until the last one. Denial."""
-        while not (self.is_over and self._news.empty()):
-            news = await self._news.get()
-            if isinstance(news, Denial):
-                raise news
-            yield news
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Update:
+        """Waits for the next update, until the last one. Denial."""
+        if self.is_over and self._news.empty():
+            raise StopAsyncIteration
+        news = await self._news.get()
+        if isinstance(news, Denial):
+            raise news
+        return news
 
     def update(self, tokens: Sequence[ChosenToken], over: bool) -> Update:
         """Makes the update with what is new of all tokens so far. `over`: is the answer complete?"""
