@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ..sampling.settings import ChosenToken
 from . import requests
 from .answers import Draft, Said, Usage, together, told
-from .fields import FunctionTool, decoded
+from .fields import FunctionTool
 from .http import Call, answered, streamed
 from .messages import template_messages
 from .rendering import Conversation
@@ -132,11 +132,10 @@ class Chats:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._decoder = msgspec.json.Decoder(requests.Chat)
 
     async def __call__(self, call: Call) -> Response:
         """Answers a chat. Denial."""
-        body = decoded(call.content, self._decoder)
+        body = await self._models.read(requests.Chat, call.content)
         model = self._models.get(body.model)
         begun = await turn(model, call, body, _wanted(body))
         answer = _Answer(begun, body)

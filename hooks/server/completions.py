@@ -16,7 +16,6 @@ from ..sampling.settings import ChosenToken
 from . import requests
 from .answers import Draft, Piece, Usage, pieces, together, told
 from .engine import Generation
-from .fields import decoded
 from .http import Call, answered, streamed
 from .rendering import Job, Rendered
 from .served import Models, Served
@@ -58,11 +57,10 @@ class TextCompletions:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._decoder = msgspec.json.Decoder(requests.Completions)
 
     async def __call__(self, call: Call) -> Response:
         """Answers prompts. Denial."""
-        body = decoded(call.content, self._decoder)
+        body = await self._models.read(requests.Completions, call.content)
         model = self._models.get(body.model)
         answer = _Answer(model, call, body, await _rendered(model, body))
         return await streamed(answer.chunks()) if body.stream else answered(await answer.whole())

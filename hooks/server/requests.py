@@ -285,6 +285,9 @@ class Responses(Asked, kw_only=True):
         check_variables(self.chat_template_kwargs)
 
 
+DECODERS: Final = {kind.__name__: msgspec.json.Decoder(kind) for kind in (Chat, Completions, Responses)}
+
+
 def check_variables(given: dict[str, Any] | None) -> None:
     """Checks the size of a template's variables. ValueError."""
     fields.bound("chat_template_kwargs", given, ASKING.variable_bytes, ASKING.variable_depth)

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from . import requests
 from .answers import Draft, Said
 from .chat import logprobs_of, template_tools, tool_chosen
-from .fields import decoded
 from .http import Call, Fault, answered, streamed
 from .messages import template_items
 from .rendering import Conversation
@@ -29,11 +28,10 @@ class ResponsesEndpoint:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._decoder = msgspec.json.Decoder(requests.Responses)
 
     async def __call__(self, call: Call) -> Response:
         """Answers an input. Denial."""
-        body = decoded(call.content, self._decoder)
+        body = await self._models.read(requests.Responses, call.content)
         model = self._models.get(body.model)
         answer = _Answer(await turn(model, call, body, _wanted(body)), body)
         return await streamed(answer.events(), answer.failed) if body.stream else answered(await answer.whole())

@@ -6,12 +6,13 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from .engine import Denial, Engine
+from .fields import ASKING, Body, decoded
 from .render_pool import RenderPool
 from .rendering import Job, Rendered, Source, answer_template, render, tokenizer_of
-from .requests import Defaults
+from .requests import DECODERS, Defaults
 
 
 class Tokens:
@@ -108,6 +109,12 @@ class Models:
         if name not in self._served:
             raise Denial(404, f"no model {name!r} here: {', '.join(sorted(self._served))}", "model_not_found", "model")
         return self._served[name]
+
+    async def read(self, kind: type[Body], content: bytes) -> Body:
+        """Parses and checks a body. Denial 400."""
+        if len(content) > ASKING.body:
+            await next(iter(self)).render(Job(body=content, kind=kind.__name__))
+        return cast(Body, decoded(content, DECODERS[kind.__name__]))
 
     def check(self) -> None:
         """Checks that every model can answer. Denial 503."""
