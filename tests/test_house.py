@@ -119,6 +119,7 @@ FACTS = {
     "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
     "hooks/server/answers.py": {"_IMPOSSIBLE"},  # OpenAI's
     "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
+    "hooks/server/render_worker.py": {"_PDEATHSIG"},  # of Linux
     "hooks/server/requests.py": {"_SEEDS"},
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/files.py": {"_ENTRY"},

@@ -17,12 +17,12 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...offload.policy.tuning import DEFAULT, Clients
+from ...offload.policy.tuning import DEFAULT, ClientLimits
 
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 
@@ -38,7 +38,7 @@ class Connections:
     """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here."""
 
     def __init__(
-        self, files: int, tuning: Clients = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
+        self, files: int, tuning: ClientLimits = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`files`: that the process may open."""
         self.most = max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
@@ -66,6 +66,32 @@ class Connections:
             connection.end()
 
 
+class _Lingering:
+    """A transport that is closed only once its client has sent the rest of a body, which nobody reads: the kernel would
+    reset the connection otherwise, and the client would lose the answer."""
+
+    def __init__(self, transport: asyncio.Transport, connection: BoundedConnection) -> None:
+        self.lingers = False
+        self._transport = transport
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Is nothing more sent?"""
+        return self.lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Closes it, a second time at once."""
+        if self.lingers or self._connection.conn.their_state is not h11.SEND_BODY:
+            self._transport.close()
+            return
+        self.lingers = True
+        self._transport.write_eof()
+        self._connection.flow.resume_reading()
+
+
 class BoundedConnection(H11Protocol):
     """A connection that ends where its client is late, see Note [Why a subclass of uvicorn's protocol]."""
 
@@ -80,6 +106,7 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by asyncio."""
         super().connection_made(transport)
+        self._lingering = self.transport = cast(Any, _Lingering(transport, self))
         if not self._connections.admit(self):
             transport.write(_BUSY)
             transport.close()
@@ -92,7 +119,8 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by asyncio."""
         self._received += len(data)
-        super().data_received(data)
+        if not self._lingering.lingers:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         """Begins a request once its headers are there."""
@@ -130,7 +158,7 @@ class BoundedConnection(H11Protocol):
     def _waits_for(self) -> tuple[Any, ...]:
         """Returns for how many seconds it waits, and what is another thing each time that it waits anew."""
         tuning = self._connections.tuning
-        if self.transport.is_closing() or self.flow.write_paused:
+        if self.flow.write_paused or (self.transport.is_closing() and not self._lingering.lingers):
             return tuning.reader, "reads", self._stalls
         if self.conn.their_state is h11.SEND_BODY:
             return tuning.body, "body", self.cycle, self._received // tuning.piece

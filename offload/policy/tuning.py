@@ -437,7 +437,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Clients:
+class ClientLimits:
     """What clients may take of a server (hooks/server). Seconds, bytes and counts."""
 
     # Seconds for the line and the headers of a request, from the connection or its first byte on. Chosen.
@@ -725,7 +725,7 @@ class Tuning:
     pieces: PieceForwards = field(default_factory=PieceForwards)
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
-    clients: Clients = field(default_factory=Clients)
+    clients: ClientLimits = field(default_factory=ClientLimits)
     replicas: Replicas = field(default_factory=Replicas)
     planning: Planning = field(default_factory=Planning)
     watching: Watching = field(default_factory=Watching)
