@@ -27,7 +27,7 @@ from ...offload.timeline.file import End
 from ...offload.timeline.recorder import recorders_of
 from ..measure.pace import packed
 from ..measure.timings import Latencies, RequestTimes
-from ..sampling.loop import is_scored
+from ..sampling.carried import is_scored
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
 from .selection import RequestSLOs, Selected, Selection

@@ -132,7 +132,7 @@ def _replace() -> Iterator[Undo]:
     from transformers.generation.continuous_batching.utils import find_head_dim
     from transformers.modeling_utils import AttentionInterface
 
-    from ..sampling import loop
+    from ..sampling import carried
     from . import steps
     from .attention import attending, choose_way
     from .cache import ElasticPagedCache
@@ -200,8 +200,8 @@ def _replace() -> Iterator[Undo]:
         (processor, "prepare_next_batch", steps.prepare_step),
         (processor, "_generation_step", steps.compute_step),
         (model_runner.ModelRunner, "compute_batch", steps.launch_forward),
-        (model_runner.ModelRunner, "_sample", loop.keep_logits),
-        (input_outputs.ContinuousBatchingIOs, "prepare_batch_update", loop.tell_tokens),
+        (model_runner.ModelRunner, "_sample", carried.keep_logits),
+        (input_outputs.ContinuousBatchingIOs, "prepare_batch_update", carried.tell_tokens),
         (processor, "_handle_request_error", steps.fail_request),
     ):
         yield _put(owner, name, steps.in_place_of(vars(owner)[name], mine))

@@ -30,7 +30,7 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import lacks, may_grow
 from ..prefix.sequence import Gone, StoredTokens, TokenRun, open_runs
 from ..prefix.store import PrefixStore
-from ..sampling.loop import is_scored
+from ..sampling.carried import is_scored
 from .blocks import ListedBlocks
 from .cache import ElasticPagedCache
 from .memory import RequestMemory

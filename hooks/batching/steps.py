@@ -44,7 +44,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import DriverError
 from ..device.shared import may_grow, reach
-from ..sampling.loop import launch, without_graphs
+from ..sampling.carried import launch, without_graphs
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 

@@ -23,50 +23,16 @@ Note [Scores of a prompt]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.continuous_batching.utils import stream_context
 
-from .grammar import Matcher
+from .carried import LAUNCHED, SAMPLING, SampledRequest, carried, without_graphs
 from .sampler import Counts, Drawn, Draws, Logprobs, Row, put
 from .settings import ChosenToken, Sampling
-
-SAMPLING: Final = "sampling"  # the argument of a request, among `logit_processor_kwargs`
-_SAMPLER: Final = "sampler"  # of a ModelRunner
-_LAUNCHED: Final = "launched"  # of a ContinuousBatchingIOs
-
-
-@dataclass(slots=True)
-class SampledRequest:
-    """What a request carries: its settings, and what its next choice depends on. `scored`: logprobs of its prompt's
-    tokens by position, None where they are not asked for. A copy, of a fork or of a request that is computed again,
-    begins without counts. `counted`: the position for which `counts` are."""
-
-    sampling: Sampling
-    grammar: Matcher | None = None
-    scored: dict[int, ChosenToken] | None = None
-    counts: Counts | None = field(default=None, repr=False)
-    counted: int = -1
-
-    def __deepcopy__(self, _: dict[int, Any]) -> SampledRequest:
-        grammar = None if self.grammar is None else self.grammar.copy()
-        return SampledRequest(self.sampling, grammar, self.scored)
-
-
-def carried(state: Any) -> SampledRequest | None:
-    """Returns what a RequestState carries."""
-    request: SampledRequest | None = state.logit_processor_kwargs.get(SAMPLING)
-    return request
-
-
-def is_scored(state: Any) -> bool:
-    """Are the logprobs of a request's own prompt asked for? Then all of it is computed."""
-    request = carried(state)
-    return request is not None and request.scored is not None
 
 
 class _Scoring(NamedTuple):
@@ -154,7 +120,7 @@ class LoopSampler:
             drawn = None if draws is None else draws(logits[: len(states)])
             if drawn is not None:
                 self._write(drawn.tokens, states, inputs.get_cb_kwargs()[-1])
-        setattr(batch, _LAUNCHED, _Launched(requests, drawn, scored))
+        setattr(batch, LAUNCHED, _Launched(requests, drawn, scored))
 
     def _write(self, tokens: torch.Tensor, states: list[Any], output_ids: torch.Tensor) -> None:
         """Puts the chosen tokens in the place of transformers', and counts them."""
@@ -218,41 +184,3 @@ def _scoring(batch: Any) -> Iterator[_Scoring]:
             if targets := future.state.initial_tokens[first : first + count]:
                 yield _Scoring(request, first, targets, range(done, done + len(targets)))
         done += count
-
-
-@contextmanager
-def without_graphs(runner: Any, *, varlen: bool, decode: bool = False) -> Iterator[None]:
-    """A `with` block in which a ModelRunner replays and captures no graphs of these kinds."""
-    before = runner.use_cuda_graph_varlen, runner.use_cuda_graph_decode
-    runner.use_cuda_graph_varlen, runner.use_cuda_graph_decode = before[0] and not varlen, before[1] and not decode
-    try:
-        yield
-    finally:
-        runner.use_cuda_graph_varlen, runner.use_cuda_graph_decode = before
-
-
-# What stands for methods of transformers in all loops (hooks/batching/seams.py)
-
-
-def launch(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
-    """Stands for `compute_batch`, in a loop with a sampler."""
-    sampler: LoopSampler | None = vars(runner).get(_SAMPLER)
-    if sampler is None:
-        stock(runner, model, batch_data)
-    else:
-        sampler.launch(stock, runner, model, batch_data)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def keep_logits(stock: Callable[..., None], runner: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-    """Stands for `_sample`."""
-    sampler: LoopSampler | None = vars(runner).get(_SAMPLER)
-    stock(runner, scores if sampler is None else sampler.keep(scores), output_ids)
-
-
-def tell_tokens(stock: Callable[..., Any], batch: Any) -> Any:
-    """Stands for `prepare_batch_update`: a ChosenToken takes the place of each logprob, for requests that carry their
-    settings."""
-    requests, tokens, logprobs = stock(batch)
-    launched: _Launched | None = vars(batch).pop(_LAUNCHED, None)
-    return requests, tokens, logprobs if launched is None else launched.told(tokens)

@@ -39,7 +39,7 @@ class Conversation(Struct, frozen=True):
     effort: str | None = None
 
 
-class Job(Struct, frozen=True):
+class RenderJob(Struct, frozen=True):
     """One request's work: of a conversation, or of texts, and of a grammar. `strict`: functions whose calls are held to
     their schemas where they come in a text. Or of a `body` that is large: is it one of this `kind`?"""
 
@@ -80,7 +80,7 @@ def answer_template(source: Source) -> dict[str, Any] | None:
     return get_response_template(tokenizer_of(source), model)
 
 
-def render(source: Source, job: Job) -> Rendered:
+def render(source: Source, job: RenderJob) -> Rendered:
     """Does a job. Denial 400."""
     if job.kind:
         decoded(job.body, DECODERS[job.kind])

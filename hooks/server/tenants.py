@@ -35,8 +35,9 @@ from ...offload.policy.step_costs import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
 from ..batching.seams import why_stock
 from ..compat import longest_sequence
+from ..sampling.carried import SAMPLING, SampledRequest
 from ..sampling.grammar import Grammars, Matcher
-from ..sampling.loop import SAMPLING, LoopSampler, SampledRequest
+from ..sampling.loop import LoopSampler
 from ..sampling.settings import ChosenToken, Sampling
 from .engine import Denial, Generation, Listener, Update, check_fits, check_name, check_waiting, tell
 

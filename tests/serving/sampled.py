@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -80,21 +80,21 @@ def in_a_loop(
     model: Any,
     scene: Callable[[Loop], Awaitable[None]],
     waiting: int = 64,
-    chaos: Any = ballonet.manage,
+    tokenizer: Any = None,
+    managing: Callable[[Any], AbstractContextManager[Any]] = ballonet.manage,
     **settings: Any,
 ) -> None:
-    """Runs a scene with the loop of a model, which it manages. `settings`: of continuous batching."""
+    """Runs a scene with the loop of a model, which `managing` manages. `settings`: of continuous batching."""
+    batching = ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings})
 
     async def run() -> None:
-        loop = Loop(
-            model, ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings}), waiting
-        )
+        loop = Loop(model, tokenizer, batching, waiting)
         try:
             await asyncio.wait_for(scene(loop), 300)
         finally:
             await asyncio.to_thread(loop.close)
 
-    with chaos(model):
+    with managing(model):
         asyncio.run(run())
 
 

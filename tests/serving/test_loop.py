@@ -20,7 +20,8 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.hooks.batching.steps import PagePreemption
-from ballonet.hooks.sampling.loop import SAMPLING, LoopSampler, SampledRequest
+from ballonet.hooks.sampling.carried import SAMPLING, SampledRequest
+from ballonet.hooks.sampling.loop import LoopSampler
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.server.engine import Denial, Generation, Update
 from ballonet.hooks.server.tenants import Loop
@@ -78,7 +79,7 @@ def test_requests_in_one_batch_get_what_each_gets_alone(chaos: int | None, two: 
     asked, expected = mixed(2, 12)
     install(256)
     managing = ballonet.manage if chaos is None else partial(testing.manage, chaos=chaos)
-    got = all_answers(llama(), asked, chaos=managing, use_async_batching=two)
+    got = all_answers(llama(), asked, managing=managing, use_async_batching=two)
     assert all(map(close_to, got, expected))
     assert len({token.token for tokens in got for token in tokens}) > 20
 
