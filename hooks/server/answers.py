@@ -18,13 +18,13 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from ..sampling.settings import ChosenToken
 from .engine import Denial, Generation
-from .served import Served
+from .served import ServedModel
 
 Item = TypeVar("Item")
 _IMPOSSIBLE: Final = -9999.0
 
 
-class Usage(Struct, frozen=True):
+class TokenUsage(Struct, frozen=True):
     """Numbers of tokens."""
 
     prompt_tokens: int
@@ -32,13 +32,13 @@ class Usage(Struct, frozen=True):
     total_tokens: int
 
     @classmethod
-    def of(cls, prompt: int, completion: int) -> Usage:
+    def of(cls, prompt: int, completion: int) -> TokenUsage:
         """Adds them up."""
         return cls(prompt, completion, prompt + completion)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """What new tokens add to an answer. `offsets`: where the text of each begins, in characters of the whole answer;
     `ended`: why it has ended with these."""
 
@@ -78,8 +78,13 @@ def _overlap(text: str, stop: str) -> int:
 
 
 async def pieces(
-    model: Served, generation: Generation, stops: Sequence[str], after: Sequence[int] = (), *, special: bool = False
-) -> AsyncGenerator[Piece, None]:
+    model: ServedModel,
+    generation: Generation,
+    stops: Sequence[str],
+    after: Sequence[int] = (),
+    *,
+    special: bool = False,
+) -> AsyncGenerator[AnswerPiece, None]:
     """Computes an answer. `after`: tokens that its text continues; `special`: is the text of special tokens shown?
     Closing this early cancels the request, as a stop string does. A character whose tokens have not all come is not
     shown. Denial."""
@@ -105,7 +110,7 @@ async def pieces(
             ended = "stop" if stopped else update.ended
             if ended and not stopped:
                 shown += cut.rest()
-            yield Piece(shown, update.tokens[: len(offsets)], tuple(offsets), ended)
+            yield AnswerPiece(shown, update.tokens[: len(offsets)], tuple(offsets), ended)
             if ended:
                 return
     raise Denial(503, "the answer was not finished")
@@ -296,7 +301,7 @@ class TemplateReader:
 
 
 @dataclass
-class Draft:
+class AnswerSoFar:
     """An answer as it is so far. `calls`: (name, arguments) of each."""
 
     content: str = ""
@@ -318,7 +323,7 @@ class Draft:
             name, arguments = self.calls[-1]
             self.calls[-1] = name, arguments + said.text
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: AnswerPiece) -> None:
         """Takes the tokens of a piece."""
         self.tokens += piece.tokens
         self.offsets += piece.offsets

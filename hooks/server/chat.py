@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from ..sampling.settings import ChosenToken
 from . import requests
-from .answers import Draft, Said, Usage, together, told
-from .fields import FunctionTool, decoded
-from .http import Call, answered, streamed
+from .answers import AnswerSoFar, Said, TokenUsage, together, told
+from .fields import FunctionTool
+from .http import HTTPCall, answered, streamed
 from .messages import template_messages
 from .rendering import Conversation
 from .served import Models, Tokens
-from .turns import Turn, Wanted, turn
+from .turns import AssistantTurn, Wanted, turn
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -38,7 +38,7 @@ class TokenLogprob(LikelyToken, frozen=True):
     top_logprobs: list[LikelyToken]
 
 
-class Logprobs(Struct, frozen=True):
+class ChatLogprobs(Struct, frozen=True):
     """The tokens of an answer."""
 
     content: list[TokenLogprob]
@@ -84,7 +84,7 @@ class ChatChoice(Struct, frozen=True):
     index: int
     message: ChatMessage
     finish_reason: Reason
-    logprobs: Logprobs | None
+    logprobs: ChatLogprobs | None
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
 
 
 class Delta(Struct, frozen=True, omit_defaults=True):
@@ -113,7 +113,7 @@ class ChunkChoice(Struct, frozen=True):
     index: int
     delta: Delta
     finish_reason: Reason | None = None
-    logprobs: Logprobs | None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: TokenUsage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Chats:
@@ -132,11 +132,10 @@ class Chats:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._decoder = msgspec.json.Decoder(requests.Chat)
 
-    async def __call__(self, call: Call) -> Response:
+    async def __call__(self, call: HTTPCall) -> Response:
         """Answers a chat. Denial."""
-        body = decoded(call.content, self._decoder)
+        body = await self._models.read(requests.Chat, call.content)
         model = self._models.get(body.model)
         begun = await turn(model, call, body, _wanted(body))
         answer = _Answer(begun, body)
@@ -195,7 +194,7 @@ def logprobs_of(words: Tokens, tokens: Sequence[ChosenToken]) -> list[TokenLogpr
     ]
 
 
-def reason_of(draft: Draft) -> Reason:
+def reason_of(draft: AnswerSoFar) -> Reason:
     """Says why an answer has ended."""
     return "tool_calls" if draft.calls and draft.ended == "stop" else draft.ended or "stop"
 
@@ -203,12 +202,12 @@ def reason_of(draft: Draft) -> Reason:
 class _Answer:
     """The answers to one chat."""
 
-    def __init__(self, begun: Turn, body: requests.Chat) -> None:
+    def __init__(self, begun: AssistantTurn, body: requests.Chat) -> None:
         self._turn = begun
         self._body = body
         self._id = f"chatcmpl-{begun.generation.name}"
         self._created = int(time.time())
-        self._drafts = [Draft() for _ in range(body.n or 1)]
+        self._drafts = [AnswerSoFar() for _ in range(body.n or 1)]
         self._words = begun.model.tokens if body.logprobs else None
 
     async def whole(self) -> ChatCompletion:
@@ -252,7 +251,7 @@ class _Answer:
                     draft.add(part)
                 yield index, (piece, said)
 
-    def _delta(self, index: int, draft: Draft, number: int, part: Said) -> Delta:
+    def _delta(self, index: int, draft: AnswerSoFar, number: int, part: Said) -> Delta:
         if part.kind == "content":
             return Delta(content=part.text)
         if part.kind == "reasoning":
@@ -262,7 +261,7 @@ class _Answer:
         made = FunctionCallDelta(number, Function(part.text, part.call), self._call_id(index, number), "function")
         return Delta(tool_calls=[made])
 
-    def _message(self, index: int, draft: Draft) -> ChatMessage:
+    def _message(self, index: int, draft: AnswerSoFar) -> ChatMessage:
         calls = [
             FunctionCall(self._call_id(index, number), Function(arguments, name))
             for number, (name, arguments) in enumerate(draft.calls)
@@ -276,19 +275,19 @@ class _Answer:
     def _call_id(self, index: int, number: int) -> str:
         return f"call_{self._turn.generation.name}_{index}_{number}"
 
-    def _logprobs(self, tokens: Sequence[ChosenToken]) -> Logprobs | None:
-        return None if self._words is None else Logprobs(logprobs_of(self._words, tokens))
+    def _logprobs(self, tokens: Sequence[ChosenToken]) -> ChatLogprobs | None:
+        return None if self._words is None else ChatLogprobs(logprobs_of(self._words, tokens))
 
-    def _chunk(self, *choices: ChunkChoice, usage: Usage | None = None) -> ChatChunk:
+    def _chunk(self, *choices: ChunkChoice, usage: TokenUsage | None = None) -> ChatChunk:
         shown = usage if self._body.tells_usage else msgspec.UNSET
         return ChatChunk(id=self._id, created=self._created, model=self._body.model, choices=[*choices], usage=shown)
 
     @property
-    def _usage(self) -> Usage:
-        return Usage.of(len(self._turn.generation.prompt), sum(len(draft.tokens) for draft in self._drafts))
+    def _usage(self) -> TokenUsage:
+        return TokenUsage.of(len(self._turn.generation.prompt), sum(len(draft.tokens) for draft in self._drafts))
 
 
-def _counted(draft: Draft, said: Sequence[Said]) -> list[tuple[int, Said]]:
+def _counted(draft: AnswerSoFar, said: Sequence[Said]) -> list[tuple[int, Said]]:
     """What was said, with the number of the call that it belongs to. `draft` has it already."""
     number = len(draft.calls) - sum(part.kind == "call" for part in said) - 1
     counted = []

@@ -14,12 +14,11 @@ from starlette.responses import Response
 
 from ..sampling.settings import ChosenToken
 from . import requests
-from .answers import Draft, Piece, Usage, pieces, together, told
+from .answers import AnswerPiece, AnswerSoFar, TokenUsage, pieces, together, told
 from .engine import Generation
-from .fields import decoded
-from .http import Call, answered, streamed
-from .rendering import Job, Rendered
-from .served import Models, Served
+from .http import HTTPCall, answered, streamed
+from .rendering import Rendered, RenderJob
+from .served import Models, ServedModel
 from .turns import form_of, generation_of, numbered
 
 
@@ -50,7 +49,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: TokenUsage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextCompletions:
@@ -58,31 +57,30 @@ class TextCompletions:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._decoder = msgspec.json.Decoder(requests.Completions)
 
-    async def __call__(self, call: Call) -> Response:
+    async def __call__(self, call: HTTPCall) -> Response:
         """Answers prompts. Denial."""
-        body = decoded(call.content, self._decoder)
+        body = await self._models.read(requests.Completions, call.content)
         model = self._models.get(body.model)
         answer = _Answer(model, call, body, await _rendered(model, body))
         return await streamed(answer.chunks()) if body.stream else answered(await answer.whole())
 
 
-async def _rendered(model: Served, body: requests.Completions) -> Rendered:
+async def _rendered(model: ServedModel, body: requests.Completions) -> Rendered:
     """The prompts' tokens, and the grammar. Denial."""
     grammar = form_of(body, body.response_format)
     texts = tuple(prompt for prompt in body.prompts if isinstance(prompt, str))
     prompts = tuple(tuple(prompt) for prompt in body.prompts if not isinstance(prompt, str))
     if not texts and grammar is None:
         return Rendered(prompts)
-    made = await model.render(Job(texts=texts, grammar=grammar))
+    made = await model.render(RenderJob(texts=texts, grammar=grammar))
     return made if texts else Rendered(prompts, grammar=made.grammar)
 
 
 class _Answer:
     """The answers to the prompts of one request: `n` for each, in the order of the prompts."""
 
-    def __init__(self, model: Served, call: Call, body: requests.Completions, rendered: Rendered) -> None:
+    def __init__(self, model: ServedModel, call: HTTPCall, body: requests.Completions, rendered: Rendered) -> None:
         self._model = model
         self._body = body
         self._id = f"cmpl-{call.name}"
@@ -94,7 +92,7 @@ class _Answer:
             first = generation_of(model, call, body, prompt, body.max_tokens, logprobs, rendered.grammar)
             first = first if not number else replace(first, name=f"{first.name}-p{number}")
             self._generations += [numbered(first, choice) for choice in range(self._tries)]
-        self._drafts = [Draft() for _ in self._generations]
+        self._drafts = [AnswerSoFar() for _ in self._generations]
         self._texts = [""] * len(self._drafts)
         self._computed = 0  # tokens
         self._words = model.tokens if body.logprobs is not None else None
@@ -128,7 +126,7 @@ class _Answer:
         if self._body.tells_usage:
             yield self._completion([], self._usage)
 
-    async def _parts(self, number: int) -> AsyncGenerator[Piece, None]:
+    async def _parts(self, number: int) -> AsyncGenerator[AnswerPiece, None]:
         """Computes one answer, behind its prompt where that is echoed."""
         generation, length = self._generations[number], 0
         if self._body.echo:
@@ -143,21 +141,21 @@ class _Answer:
                 self._computed += len(piece.tokens)
                 yield replace(piece, offsets=tuple(offset + length for offset in piece.offsets)) if length else piece
 
-    async def _echoed(self, generation: Generation, given: str | list[int]) -> Piece:
+    async def _echoed(self, generation: Generation, given: str | list[int]) -> AnswerPiece:
         """A prompt as a piece of the answer."""
         decode = self._model.tokenizer.decode
         text = given if isinstance(given, str) else decode(given, skip_special_tokens=True)
         ended: Literal["length"] | None = "length" if self._body.max_tokens == 0 else None
         if self._words is None:
-            return Piece(text, (), (), ended)
+            return AnswerPiece(text, (), (), ended)
         scored = await self._model.engine.score(generation)
         offsets, length = [], 0
         for token in scored:  # single texts, as a part of a character has none of its own
             offsets.append(min(length, len(text)))
             length += len(self._words.text(token.token))
-        return Piece(text, scored, tuple(offsets), ended)
+        return AnswerPiece(text, scored, tuple(offsets), ended)
 
-    def _note(self, number: int, piece: Piece) -> None:
+    def _note(self, number: int, piece: AnswerPiece) -> None:
         self._drafts[number].note(piece)
         self._texts[number] += piece.text
 
@@ -174,7 +172,7 @@ class _Answer:
         words = self._words
         likeliest: list[dict[str, float] | None] = []
         for token in tokens:
-            best: dict[str, float] = {}
+            best = dict[str, float]()
             for other, logprob in (*token.likeliest, (token.token, token.logprob)):
                 best.setdefault(words.text(other), told(logprob))
             likeliest.append(None if token.logprob is None else best)
@@ -185,11 +183,11 @@ class _Answer:
             list(offsets),
         )
 
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
+    def _completion(self, choices: list[CompletionChoice], usage: TokenUsage | msgspec.UnsetType | None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._body.model, choices=choices, usage=usage)
 
     @property
-    def _usage(self) -> Usage:
+    def _usage(self) -> TokenUsage:
         """Each prompt is counted once; an echoed one is none of an answer's tokens."""
         prompts = sum(len(generation.prompt) for generation in self._generations[:: self._tries])
-        return Usage.of(prompts, self._computed)
+        return TokenUsage.of(prompts, self._computed)

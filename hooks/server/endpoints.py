@@ -15,33 +15,33 @@ from ..watch import registry
 from .chat import Chats
 from .completions import TextCompletions
 from .engine import Denial
-from .http import Call, Endpoint, Handler, answered, denied
+from .http import APIEndpoint, Handler, HTTPCall, answered, denied
 from .openapi import description
 from .responses import ResponsesEndpoint
-from .served import Models, Served
+from .served import Models, ServedModel
 
 
 def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middleware] = ()) -> Starlette:
     """Makes the application. Whoever puts something before its routes may raise Denial."""
 
-    async def listed(_: Call) -> Response:
+    async def listed(_: HTTPCall) -> Response:
         return answered({"object": "list", "data": [_shown(model) for model in models]})
 
-    async def shown(call: Call) -> Response:
+    async def shown(call: HTTPCall) -> Response:
         return answered(_shown(models.get(call.parameters["model"])))
 
-    async def health(_: Call) -> Response:
+    async def health(_: HTTPCall) -> Response:
         models.check()
         return answered({"status": "ok"})
 
-    async def metrics(_: Call) -> Response:
+    async def metrics(_: HTTPCall) -> Response:
         return Response(registry.text(), media_type="text/plain; version=0.0.4")
 
-    async def openapi(_: Call) -> Response:
+    async def openapi(_: HTTPCall) -> Response:
         return answered(description())
 
     def route(method: str, path: str, handler: Handler) -> Route:
-        return Route(path, Endpoint(handler), methods=[method])
+        return Route(path, APIEndpoint(handler), methods=[method])
 
     return Starlette(
         routes=[
@@ -60,7 +60,7 @@ def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middlew
     )
 
 
-def _shown(model: Served) -> dict[str, Any]:
+def _shown(model: ServedModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

@@ -144,12 +144,17 @@ class Structure(Checked, kw_only=True):
 
 
 class StreamOptions(Checked, kw_only=True):
-    """`include_usage`: does the last chunk say how many tokens there were?"""
+    """How a stream is sent."""
 
     off: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
 
-    include_usage: bool | None = None
     include_obfuscation: No | None = None
+
+
+class ChunkOptions(StreamOptions, kw_only=True):
+    """How chunks are sent. `include_usage`: does the last one say how many tokens there were?"""
+
+    include_usage: bool | None = None
 
 
 def bound(field: str, value: Any, nbytes: int, depth: int) -> None:

@@ -28,12 +28,11 @@ from .engine import Denial
 from .fields import ASKING
 from .load import SLOS
 
-_log: Final = logging.getLogger(__name__)
 _KINDS: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # OpenAI's types
 _DONE: Final = b"data: [DONE]\n\n"
 
 
-class Call(Struct, frozen=True):
+class HTTPCall(Struct, frozen=True):
     """A request to an endpoint. `name`: its x-request-id; `ttft`, `tpot`: its SLOs in seconds."""
 
     name: str
@@ -43,7 +42,7 @@ class Call(Struct, frozen=True):
     tpot: float | None = None
 
 
-class Fault(Struct, frozen=True):
+class ErrorDetail(Struct, frozen=True):
     """What is wrong, as OpenAI says it."""
 
     message: str
@@ -55,19 +54,19 @@ class Fault(Struct, frozen=True):
 class Failure(Struct, frozen=True):
     """The body of an answer that is an error."""
 
-    error: Fault
+    error: ErrorDetail
 
 
-Handler = Callable[[Call], Awaitable[Response]]
+Handler = Callable[[HTTPCall], Awaitable[Response]]
 
 
-def fault_of(error: Exception) -> tuple[int, Fault]:
+def fault_of(error: Exception) -> tuple[int, ErrorDetail]:
     """Returns the status and the words of an error; other errors than a Denial are logged, and not told."""
     if not isinstance(error, Denial):
-        _log.error("a request failed", exc_info=error)
+        logging.getLogger(__name__).error("a request failed", exc_info=error)
         error = Denial(500, f"the server has a fault: {type(error).__name__}", "internal_error")
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return error.status, Fault(error.message, kind, error.param, error.code)
+    return error.status, ErrorDetail(error.message, kind, error.param, error.code)
 
 
 def failed(error: Exception) -> Response:
@@ -90,7 +89,9 @@ def answered(content: Any, status: int = 200, headers: dict[str, str] | None = N
 class Stream(Response):
     """An answer that is a stream of events. An error in it is an event, too."""
 
-    def __init__(self, events: AsyncGenerator[Any, None], first: Any, failed_event: Callable[[Fault], Any]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[Any, None], first: Any, failed_event: Callable[[ErrorDetail], Any]
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
@@ -115,7 +116,7 @@ class Stream(Response):
         yield _DONE
 
 
-async def streamed(events: AsyncGenerator[Any, None], failed_event: Callable[[Fault], Any] = Failure) -> Response:
+async def streamed(events: AsyncGenerator[Any, None], failed_event: Callable[[ErrorDetail], Any] = Failure) -> Response:
     """Makes an answer that is a stream. It begins once there is an event, so that an earlier error has a status of its
     own. Denial."""
     return Stream(events, await anext(events), failed_event)
@@ -127,7 +128,7 @@ def _line(event: Any) -> bytes:
     return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-class Endpoint:
+class APIEndpoint:
     """An ASGI application for one route. A request whose client goes away is cancelled."""
 
     def __init__(self, handler: Handler) -> None:
@@ -158,7 +159,7 @@ class Endpoint:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
+    async def _answer(self, call: HTTPCall, scope: Scope, send: Send) -> None:
         try:
             response = await self._handler(call)
         except Exception as error:  # any error: it is told
@@ -174,11 +175,11 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _nothing() -> Message:
-    """Receives nothing: Endpoint looks itself whether the client has gone."""
+    """Receives nothing: APIEndpoint looks itself whether the client has gone."""
     return {"type": "http.disconnect"}
 
 
-async def _call(request: Request, name: str) -> Call:
+async def _call(request: Request, name: str) -> HTTPCall:
     if len(name) > ASKING.name:
         raise Denial(400, f"x-request-id has more than {ASKING.name} characters", "invalid_value", "x-request-id")
     given = [request.headers.get(header) for header in SLOS]
@@ -186,7 +187,7 @@ async def _call(request: Request, name: str) -> Call:
         slos = [parse_time(text, header) if text else None for text, header in zip(given, SLOS, strict=True)]
     except ConfigError as error:
         raise Denial(400, str(error), "invalid_value") from None
-    return Call(name, await request.body(), dict(request.path_params), *slos)
+    return HTTPCall(name, await request.body(), dict(request.path_params), *slos)
 
 
 def denied(_: Request, error: Exception) -> Response:

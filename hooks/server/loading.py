@@ -23,7 +23,7 @@ from ..weights.model_parts import bytes_of_weights
 from .engine import Engine
 from .rendering import Source, tokenizer_of
 from .requests import Defaults
-from .served import Renderer, Served, ends_of
+from .served import Renderer, ServedModel, ends_of
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -77,13 +77,13 @@ def source_of(name: str, *, own_templates: bool) -> Source:
     return source
 
 
-def described(shown: str, engine: Engine, source: Source, renderer: Renderer, model: Any = None) -> Served:
+def described(shown: str, engine: Engine, source: Source, renderer: Renderer, model: Any = None) -> ServedModel:
     """Describes a model to endpoints. `shown`: the name that clients ask for; `model`: it; None: its files say the
     same."""
     config = config_of(source) if model is None else model.config
     generation = _generation(source, config) if model is None else model.generation_config
     longest, ends = longest_sequence(config) or None, ends_of(generation, tokenizer_of(source))
-    return Served(shown, engine, source, renderer, longest, config.vocab_size, ends, Defaults.of(generation))
+    return ServedModel(shown, engine, source, renderer, longest, config.vocab_size, ends, Defaults.of(generation))
 
 
 def _generation(source: Source, config: Any) -> GenerationConfig:

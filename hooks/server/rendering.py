@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from . import grammars
 from .engine import Denial
-from .fields import FunctionTool
+from .fields import FunctionTool, decoded
+from .requests import DECODERS
 
 
 class Source(Struct, frozen=True):
@@ -38,14 +39,16 @@ class Conversation(Struct, frozen=True):
     effort: str | None = None
 
 
-class Job(Struct, frozen=True):
+class RenderJob(Struct, frozen=True):
     """One request's work: of a conversation, or of texts, and of a grammar. `strict`: functions whose calls are held to
-    their schemas where they come in a text."""
+    their schemas where they come in a text. Or of a `body` that is large: is it one of this `kind`?"""
 
     conversation: Conversation | None = None
     texts: tuple[str, ...] = ()
     grammar: str | None = None
     strict: tuple[FunctionTool, ...] = ()
+    body: bytes = b""
+    kind: str = ""
 
 
 class Rendered(Struct, frozen=True):
@@ -77,8 +80,11 @@ def answer_template(source: Source) -> dict[str, Any] | None:
     return get_response_template(tokenizer_of(source), model)
 
 
-def render(source: Source, job: Job) -> Rendered:
+def render(source: Source, job: RenderJob) -> Rendered:
     """Does a job. Denial 400."""
+    if job.kind:
+        decoded(job.body, DECODERS[job.kind])
+        return Rendered(())
     tokenizer = tokenizer_of(source)
     grammar = _with_calls(source, job.strict) if job.strict else job.grammar
     if grammar is not None:

@@ -50,7 +50,6 @@ class Asked(Checked, kw_only=True):
 
     model: str
     stream: bool | None = None
-    stream_options: fields.StreamOptions | None = None
     temperature: fields.Temperature | None = None
     top_p: fields.Share | None = None
     top_k: fields.TopK | None = None
@@ -69,18 +68,13 @@ class Asked(Checked, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stream_options is not None and not self.stream:
+        if getattr(self, "stream_options", None) is not None and not self.stream:
             raise ValueError("field `stream_options` is of streams: give stream, too")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def tells_usage(self) -> bool:
-        """Does the last chunk of a stream say how many tokens there were?"""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, defaults: Defaults, logprobs: int | None, grammar: str | None) -> Sampling:
         """How tokens are chosen."""
@@ -101,7 +95,18 @@ class Asked(Checked, kw_only=True):
         )
 
 
-class Chat(Asked, kw_only=True):
+class Chunked(Asked, kw_only=True):
+    """The fields of endpoints whose streams have chunks."""
+
+    stream_options: fields.ChunkOptions | None = None
+
+    @property
+    def tells_usage(self) -> bool:
+        """Does the last chunk of a stream say how many tokens there were?"""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Chat(Chunked, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
     off: ClassVar[tuple[str, ...]] = ("store",)
@@ -144,7 +149,7 @@ class Chat(Asked, kw_only=True):
         check_variables(self.chat_template_kwargs)
 
 
-class Completions(Asked, kw_only=True):
+class Completions(Chunked, kw_only=True):
     """The body of `/v1/completions`. `logprobs`: so many of the likeliest tokens are told with each one."""
 
     prompt: str | Annotated[list[str | fields.TokenId | list[fields.TokenId]], Meta(min_length=1)]
@@ -250,6 +255,7 @@ class Responses(Asked, kw_only=True):
 
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=ASKING.messages)]
     instructions: str | None = None
+    stream_options: fields.StreamOptions | None = None
     max_output_tokens: fields.Tokens | None = None
     top_logprobs: fields.Likeliest | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
@@ -283,6 +289,9 @@ class Responses(Asked, kw_only=True):
         super().__post_init__()
         _check_tools([tool.function() for tool in self.tools or ()], self.tool_choice)
         check_variables(self.chat_template_kwargs)
+
+
+DECODERS: Final = {kind.__name__: msgspec.json.Decoder(kind) for kind in (Chat, Completions, Responses)}
 
 
 def check_variables(given: dict[str, Any] | None) -> None:

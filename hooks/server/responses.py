@@ -12,14 +12,13 @@ import msgspec
 from starlette.responses import Response
 
 from . import requests
-from .answers import Draft, Said
+from .answers import AnswerSoFar, Said
 from .chat import logprobs_of, template_tools, tool_chosen
-from .fields import decoded
-from .http import Call, Fault, answered, streamed
+from .http import ErrorDetail, HTTPCall, answered, streamed
 from .messages import template_items
 from .rendering import Conversation
 from .served import Models
-from .turns import Turn, Wanted, turn
+from .turns import AssistantTurn, Wanted, turn
 
 Event = dict[str, Any]
 
@@ -29,11 +28,10 @@ class ResponsesEndpoint:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._decoder = msgspec.json.Decoder(requests.Responses)
 
-    async def __call__(self, call: Call) -> Response:
+    async def __call__(self, call: HTTPCall) -> Response:
         """Answers an input. Denial."""
-        body = decoded(call.content, self._decoder)
+        body = await self._models.read(requests.Responses, call.content)
         model = self._models.get(body.model)
         answer = _Answer(await turn(model, call, body, _wanted(body)), body)
         return await streamed(answer.events(), answer.failed) if body.stream else answered(await answer.whole())
@@ -60,11 +58,11 @@ def _wanted(body: requests.Responses) -> Wanted:
 class _Answer:
     """The answer to one input: items, of which at most the last is open. `told`: logprobs that no event has had yet."""
 
-    def __init__(self, begun: Turn, body: requests.Responses) -> None:
+    def __init__(self, begun: AssistantTurn, body: requests.Responses) -> None:
         self._turn = begun
         self._body = body
         self._created = int(time.time())
-        self._draft = Draft()
+        self._draft = AnswerSoFar()
         self._items: list[Any] = []
         self._is_open = False
         self._words = None if begun.wanted.logprobs is None else begun.model.tokens
@@ -97,7 +95,7 @@ class _Answer:
         status = "incomplete" if self._draft.ended == "length" else "completed"
         yield self._event(f"response.{status}", response=self._response(status))
 
-    def failed(self, fault: Fault) -> Event:
+    def failed(self, fault: ErrorDetail) -> Event:
         """Makes the event of an error in a stream."""
         error = {"code": "server_error", "message": fault.message}
         return self._event("response.failed", response=self._response("failed") | {"error": error})
@@ -136,8 +134,9 @@ class _Answer:
         yield self._event("response.output_item.added", item=dict(item))
         if kind == "function_call":
             return
-        thought = {"type": "reasoning_text", "text": ""}
-        content: dict[str, Any] = thought if kind == "reasoning" else _TEXT | {"annotations": [], "logprobs": []}
+        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "message":
+            content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item["content"] = [content]
         yield self._event("response.content_part.added", item, content_index=0, part=dict(content))
 
@@ -152,7 +151,7 @@ class _Answer:
             done = {"arguments": item["arguments"], "name": item["name"]}
             yield self._event("response.function_call_arguments.done", item, **done)
         else:
-            content, more = item["content"][0], {}
+            content, more = item["content"][0], dict[str, Any]()
             if item["type"] == "message":
                 content["logprobs"] += self._told
                 more = {"logprobs": content["logprobs"]}
@@ -203,7 +202,6 @@ class _Answer:
 
 _TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 _IDS: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_TEXT: Final = {"type": "output_text", "text": ""}
 _TOLD: Final = (  # fields of a body that its answer repeats
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "prompt_cache_key"),
     *("reasoning", "safety_identifier", "service_tier", "top_logprobs", "user"),

@@ -6,12 +6,13 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from .engine import Denial, Engine
+from .fields import ASKING, Body, decoded
 from .render_pool import RenderPool
-from .rendering import Job, Rendered, Source, answer_template, render, tokenizer_of
-from .requests import Defaults
+from .rendering import Rendered, RenderJob, Source, answer_template, render, tokenizer_of
+from .requests import DECODERS, Defaults
 
 
 class Tokens:
@@ -32,7 +33,7 @@ class Tokens:
         return None if "\ufffd" in (text := self.text(token)) else list(text.encode())
 
 
-Renderer = Callable[[Source, Job], Awaitable[Rendered]]
+Renderer = Callable[[Source, RenderJob], Awaitable[Rendered]]
 
 
 def pooled(pool: RenderPool) -> Renderer:
@@ -46,7 +47,7 @@ def prepared_by(sources: Iterable[Source]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A served model. `name`: that clients ask for; `renderer`: does jobs beside the event loop; `longest`: tokens of a
     sequence, None: without a limit; `vocabulary`: tokens that there are; `ends`: tokens that end an answer; `created`:
     seconds since 1970."""
@@ -76,7 +77,7 @@ class Served:
         """How its answers are divided; None: that is not known."""
         return answer_template(self.source)
 
-    async def render(self, job: Job) -> Rendered:
+    async def render(self, job: RenderJob) -> Rendered:
         """Does a request's job. Denial."""
         return await self.renderer(self.source, job)
 
@@ -97,17 +98,23 @@ def ends_of(config: Any, tokenizer: Any) -> tuple[int, ...]:
 class Models:
     """The models of a server, by name."""
 
-    def __init__(self, served: Iterable[Served]) -> None:
+    def __init__(self, served: Iterable[ServedModel]) -> None:
         self._served = {model.name: model for model in served}
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
 
-    def get(self, name: str) -> Served:
+    def get(self, name: str) -> ServedModel:
         """Returns one. Denial 404 where there is none of that name."""
         if name not in self._served:
             raise Denial(404, f"no model {name!r} here: {', '.join(sorted(self._served))}", "model_not_found", "model")
         return self._served[name]
+
+    async def read(self, kind: type[Body], content: bytes) -> Body:
+        """Parses and checks a body. Denial 400."""
+        if len(content) > ASKING.body:
+            await next(iter(self)).render(RenderJob(body=content, kind=kind.__name__))
+        return cast(Body, decoded(content, DECODERS[kind.__name__]))
 
     def check(self) -> None:
         """Checks that every model can answer. Denial 503."""

@@ -25,7 +25,7 @@ from .application import Address, Application
 from .loading import described, load, source_of
 from .render_pool import RenderPool
 from .rendering import tokenizer_of
-from .served import Models, Served, pooled, prepared_by
+from .served import Models, ServedModel, pooled, prepared_by
 from .tenants import Loop
 
 
@@ -72,7 +72,7 @@ class Server:
         tuning = governors.composed_with(device).tuning
         self._pool = RenderPool(prepared_by(sources), tuning.clients)
         grid = Grid(*tuning.serving.measured) if len(names) > 1 else None
-        settings, served = ContinuousBatchingConfig(**batching), list[Served]()
+        settings, served = ContinuousBatchingConfig(**batching), list[ServedModel]()
         try:
             for name, shown, source in zip(names, address.names or names, sources, strict=True):
                 say(f"loading {name}")

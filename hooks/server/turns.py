@@ -13,10 +13,10 @@ from . import grammars
 from .answers import ArgumentsReader, CallsReader, PlainReader, Reader, Said, TemplateReader, pieces
 from .engine import Denial, Generation, check_fits
 from .fields import FunctionTool
-from .http import Call
-from .rendering import Conversation, Job
+from .http import HTTPCall
+from .rendering import Conversation, RenderJob
 from .requests import Asked, derived_seed
-from .served import Served
+from .served import ServedModel
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Turn:
+class AssistantTurn:
     """A turn that can be computed. `generation`: of the first answer."""
 
-    model: Served
+    model: ServedModel
     generation: Generation
     stops: tuple[str, ...]
     opening: str
@@ -70,15 +70,15 @@ class Turn:
         return TemplateReader(template, self.opening, wanted.conversation.tools, several=wanted.several)
 
 
-async def turn(model: Served, call: Call, body: Asked, wanted: Wanted) -> Turn:
+async def turn(model: ServedModel, call: HTTPCall, body: Asked, wanted: Wanted) -> AssistantTurn:
     """Renders a conversation. Denial."""
     grammar, strict = _form(model, body, wanted)
-    rendered = await model.render(Job(wanted.conversation, grammar=grammar, strict=strict))
+    rendered = await model.render(RenderJob(wanted.conversation, grammar=grammar, strict=strict))
     generation = generation_of(model, call, body, rendered.prompts[0], wanted.most, wanted.logprobs, rendered.grammar)
-    return Turn(model, generation, body.stops, rendered.opening, wanted)
+    return AssistantTurn(model, generation, body.stops, rendered.opening, wanted)
 
 
-def _form(model: Served, body: Asked, wanted: Wanted) -> tuple[str | None, tuple[FunctionTool, ...]]:
+def _form(model: ServedModel, body: Asked, wanted: Wanted) -> tuple[str | None, tuple[FunctionTool, ...]]:
     """The grammar of an answer, and the functions whose calls in a text are held to schemas. Denial."""
     grammar = form_of(body, wanted.format)
     offered = wanted.tools if wanted.choice != "none" else ()
@@ -110,8 +110,8 @@ def form_of(body: Asked, response_format: Any) -> str | None:
 
 
 def generation_of(
-    model: Served,
-    call: Call,
+    model: ServedModel,
+    call: HTTPCall,
     body: Asked,
     prompt: tuple[int, ...],
     most: int | None,

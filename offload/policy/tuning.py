@@ -360,6 +360,9 @@ class Asking:
     variable_depth: int = 8
     variable_bytes: int = 2**16
     schema_bytes: int = 2**18  # a grammar, or a schema as JSON
+    # Bytes of a body that the event loop parses at once: tens of milliseconds for small lists (measured). A larger one
+    # is parsed by another process first.
+    body: int = 2**18
     name: int = 128  # characters of an x-request-id, or of a function's name
     # tokens of an answer where neither the request nor the model's generation config says: as transformers
     answer: int = 1024

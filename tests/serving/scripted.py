@@ -24,9 +24,9 @@ from ballonet.hooks.sampling.settings import ChosenToken
 from ballonet.hooks.server.application import Address, Application
 from ballonet.hooks.server.doors import Doors
 from ballonet.hooks.server.engine import Denial, Generation, Update
-from ballonet.hooks.server.rendering import Job, Rendered, Source, render
+from ballonet.hooks.server.rendering import Rendered, RenderJob, Source, render
 from ballonet.hooks.server.requests import Defaults
-from ballonet.hooks.server.served import Models, Served
+from ballonet.hooks.server.served import Models, ServedModel
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 END = 257  # <|im_end|>
@@ -112,7 +112,7 @@ def chosen(generation: Generation, token: int) -> ChosenToken:
     return ChosenToken(token, logprob, tuple(((token + n) % 256, logprob - n) for n in range(count)))
 
 
-async def in_a_thread(source: Source, job: Job) -> Rendered:
+async def in_a_thread(source: Source, job: RenderJob) -> Rendered:
     """Does a job; servers have processes for it."""
     return await asyncio.to_thread(render, *pickle.loads(pickle.dumps((source, job))))
 
@@ -121,11 +121,11 @@ class Scene:
     """A server in a thread, of one model, with an engine by a script."""
 
     def __init__(self, folder: Path, *, chat: str | None = CHAT, family: str = "qwen3", **more: Any) -> None:
-        """`more`: of its `Served`."""
+        """`more`: of its `ServedModel`."""
         source = Source(saved_tokenizer(folder, chat), family=family, own_templates=more.pop("own_templates", False))
         self.engine = Scripted(PreTrainedTokenizerFast.from_pretrained(source.name))
         settings = {"longest": LONGEST, "vocabulary": 258, "ends": (END,), "defaults": Defaults()} | more
-        self.served = Served(NAME, self.engine, source, in_a_thread, **settings)
+        self.served = ServedModel(NAME, self.engine, source, in_a_thread, **settings)
         self.key = "a key"
         self.app = Application(Models([self.served]), Address(doors=Doors(self.key)), lambda line: None).app
         listening = socket.create_server(("127.0.0.1", 0))

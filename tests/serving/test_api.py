@@ -450,6 +450,18 @@ def test_what_cannot_be_read_is_told(sent: bytes, says: str, scene: Scene) -> No
     assert says in answer.json()["error"]["message"]
 
 
+def test_a_large_body_is_read_beside_the_event_loop(scene: Scene) -> None:
+    """Its faults are those of a small one."""
+    large = b"x" * (ASKING.body + 1)
+    for sent, says in (
+        (b'{"model": "org/model", "messages": [' + b'{"role": "user"},' * 20000 + b"]}", "messages[0].content"),
+        (b'{"model": "org/model", "messages": [{"role": "user", "content": "' + large + b'"}]}', "longest sequence"),
+    ):
+        answer = scene.http.post("/v1/chat/completions", content=sent)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+
+
 def test_errors_of_engines_have_their_status_or_are_events(scene: Scene) -> None:
     for denial, raised in (
         (Denial(429, "full", "rate_limit_exceeded", retry_after=2.5), openai.RateLimitError),

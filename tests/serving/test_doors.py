@@ -37,7 +37,7 @@ from ballonet.hooks.server.ending import Listening
 from ballonet.hooks.server.engine import Denial
 from ballonet.hooks.server.render_pool import RenderPool
 from ballonet.hooks.server.rendering import Source
-from ballonet.hooks.server.served import Models, Served, pooled, prepared_by
+from ballonet.hooks.server.served import Models, ServedModel, pooled, prepared_by
 from ballonet.hooks.watch.endpoint import listen
 from ballonet.offload.policy.tuning import DEFAULT, ClientLimits
 
@@ -162,7 +162,7 @@ class Real:
         source = Source(saved_tokenizer(folder), family="qwen3", own_templates=True)
         self._pool = RenderPool(prepared_by([source]), tuning)
         self.engine = Scripted(PreTrainedTokenizerFast.from_pretrained(source.name))
-        served = Served(NAME, self.engine, source, pooled(self._pool), LONGEST, vocabulary=258, ends=(END,))
+        served = ServedModel(NAME, self.engine, source, pooled(self._pool), LONGEST, vocabulary=258, ends=(END,))
         self.app = Application(Models([served]), Address(doors=Doors(KEY, max_body=2**26)), lambda line: None).app
         sockets = listen("127.0.0.1", 0)
         self.port = sockets[0].getsockname()[1]
