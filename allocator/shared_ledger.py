@@ -149,6 +149,21 @@ class SharedLedger:
         with self._changing() as change:
             return change(raised).parts[pid].nbytes
 
+    def renew(self, pid: int, number: int, floor: int, total: int, nbytes: int, page: int) -> int:
+        """Sets the part of a process to so many bytes, or to as many whole pages as are free; adds the process, and the
+        total, where the ledger lacks them. Returns the part."""
+
+        def renewed(now: SharedParts) -> SharedParts:
+            others = {key: part for key, part in now.parts.items() if key != pid}
+            rest = replace(now, total=now.total or total, target=now.target or total, parts=others)
+            kept = min(floor, max(0, min(rest.total or 0, rest.target or 0) - sum(it.floor for it in others.values())))
+            mine = now.parts.get(pid, Part(started(pid) or 0, number, 0, kept))
+            part = replace(mine, nbytes=min(nbytes, max(mine.nbytes, rest.free // page * page)))
+            return replace(rest, parts={**others, pid: part})
+
+        with self._changing() as change:
+            return change(renewed).parts[pid].nbytes
+
     def lower_to(self, pid: int, nbytes: int) -> None:
         """Lowers the part of a process to so many bytes at most."""
 

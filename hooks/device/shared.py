@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ...allocator import devices, install, looks
@@ -145,10 +146,6 @@ class Share:
         with suppress(BallonetError, OSError):
             self.ledger.leave(os.getpid())
 
-    def forget(self) -> None:
-        """Drops the part in the child of a fork, which has none."""
-        self._closed = True
-
     # -- what others see and ask
 
     def facts(self) -> dict[str, Any]:
@@ -258,15 +255,25 @@ class Share:
             device.answer_shortage(kept or self.part > before)
 
     def _read_changes(self) -> bool:
-        """Reads the ledger if it has changed, or may have. Returns whether it seems unchanged."""
+        """Reads the ledger if it has changed, or may have: see Note [A part that the ledger lacks]. Returns whether it
+        seems unchanged. BudgetInUse: what the ledger lacks is tried again later."""
         now, stamp = self._clock(), self.ledger.stamp
         same = stamp == self._stamp
         if not same or now >= self._reread:
             self._stamp, self._reread = stamp, now + self._tuning.reread
-            parts = self.ledger.read()
+            parts, me = self.ledger.read(), os.getpid()
             self._see(parts)
-            if (mine := parts.parts.get(os.getpid())) is None or mine.nbytes != self.part:
-                self._recover()
+            if (me not in parts.parts or parts.parts[me].nbytes != self.part) and self._moving.acquire(blocking=False):
+                try:
+                    renew = partial(self.ledger.renew, me, self._runtime.number, self.floor, self._total, self.part)
+                    part = renew(self._runtime.device.page_size)
+                    if part < self.part:
+                        self._ask_others(self.part, True)
+                        part = renew(self._runtime.device.page_size)
+                    if part < self.part:
+                        self._lower(max(part, self.floor), self._tuning.patience)
+                finally:
+                    self._moving.release()
         return same
 
     def _keep_ahead(self) -> None:
@@ -287,24 +294,6 @@ class Share:
             self._open = self._open if due is None else due < wanted
         elif active and self._free and device.available * device.page_size < max(slack, self.part // 3):
             self._grow(slack, others=False)
-
-    def _recover(self) -> None:
-        """See Note [A part that the ledger lacks]. SharedBudgetError, BudgetInUse: tried again later."""
-        me = os.getpid()
-        if not self._moving.acquire(blocking=False):  # the part is being changed
-            return
-        try:
-            now = self.ledger.read()
-            if me in now.parts and now.parts[me].nbytes == self.part:
-                return
-            if me not in now.parts:
-                self.ledger.join(me, self._runtime.number, None if now.parts else self._total, self.floor)
-            part = self._found(self.part, self.part, others=True)
-            self.ledger.lower_to(me, self.part)
-            if part < self.part:
-                self._lower(max(part, self.floor), self._tuning.patience)
-        finally:
-            self._moving.release()
 
     def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
         """Raises the part by so many bytes, and a step more if that is free. `others`: ask other processes. `urgent`:
@@ -510,7 +499,7 @@ def _end() -> None:
 def _forget() -> None:
     for runtime in devices.every():
         if isinstance(runtime.shared, Share):
-            runtime.shared.forget()
+            runtime.shared._closed = True  # the child of a fork has no part
             runtime.shared = None
 
 
