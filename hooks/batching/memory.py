@@ -39,12 +39,13 @@ class RequestMemory:
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
         self._aside = 0 if tuning.inflation else _stock_aside(cache, measured())  # bytes for activations only
 
-    def now(self) -> Memory:
-        """The memory that the requests of a batch may use."""
+    def now(self, *, plain: bool = False) -> Memory:
+        """The memory that the requests of a batch may use; `plain`: if nothing were added to the reserve."""
         now = self._measured()
         used = self._cache.pages.client.displaced * self._cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        return replace(now, reserve=now.reserve + self._extra_reserve + self._aside, host=host)
+        extra = self._aside if plain else self._aside + self._extra_reserve
+        return replace(now, reserve=now.reserve + extra, host=host)
 
     def free(self) -> Memory:
         """The memory that one request may use while no other one runs."""
@@ -99,11 +100,9 @@ class RequestMemory:
         """Keeps more memory free from now on, as an admitted step ran out of memory."""
         self._extra_reserve += max(self._extra_reserve, self._measured().reserve)
 
-    def relax_reserve(self) -> bool:
-        """Keeps only the plain reserve free from now on, and lets all host memory be used, as no request fits. False
-        where that was so already."""
-        before, self._extra_reserve = self._extra_reserve, 0
-        return self.buffer.open() or before > 0
+    def relax_reserve(self) -> None:
+        """Keeps half as much free beside the plain reserve from now on."""
+        self._extra_reserve //= 2
 
 
 def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:

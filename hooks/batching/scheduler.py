@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,9 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 from ...allocator import devices
 from ...allocator.devices import Runtime
 from ...allocator.errors import DriverError, ManageError, RequestTooLarge
+from ...allocator.units import format_size
 from ...offload.policy.admission import IdleHeap
+from ...offload.policy.progress import StepProgress
 from ...offload.policy.step_costs import NOTHING, Step
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.timeline.file import End
@@ -54,6 +56,7 @@ class ElasticScheduler(Scheduler):
         self.selection = Selection(cache, memory, self.slos, others, tuning)
         self.reasons = dict[str, Exception | None]()  # by request whose end the server waits for: why it failed
         self.cancelled: Callable[[str], object] = lambda request: None  # called once a cancelled request is removed
+        self.progress = StepProgress(tuning)
         self._none_fits = False  # is all free memory too little for each waiting request?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
@@ -133,7 +136,9 @@ class ElasticScheduler(Scheduler):
         """Makes the next step of the candidates' requests: admits them, maps their pages, and notes what is computed
         next (steps.py)."""
         self.cache.pool.try_to_free_sectors()
-        selected = self.selection.select(candidates, token_budget, self.active_requests, self.waiting_requests)
+        token_budget = int(min(token_budget, self.progress.tokens))
+        requests = self.active_requests, self.waiting_requests
+        selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
         step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
         self.cache.begins(request.state.request_id for request in scheduled)
@@ -247,6 +252,7 @@ class ElasticScheduler(Scheduler):
         for state in states:
             self._recorder.ended(state, "cancelled")
             self.slos.note(state.request_id, NOTHING)
+            self.progress.forget(state.request_id)
         for name in names:
             self.cancelled(name)
         return states
@@ -260,10 +266,25 @@ class ElasticScheduler(Scheduler):
         self._recorder.again(state)
         super().add_waiting_request(state)
 
-    def raise_reserve(self) -> None:
-        """Keeps more memory free from now on, as an admitted step ran out of memory."""
-        self.memory.raise_reserve()
+    def lose_step(self, sizes: Mapping[str, int], why: object = "") -> torch.OutOfMemoryError | None:
+        """Notes that a step of these requests, with so many new tokens of each, found no memory. Returns the error of
+        its request if that happened too often, with the reason of the last time; None: they are computed again."""
         self._step = None  # its duration says nothing
+        self.cache.model.latencies.lost += 1
+        others = bool(self.active_requests.keys() - sizes.keys())
+        if len(sizes) > 1:
+            self.memory.raise_reserve()
+        elif others and sum(sizes.values()) == 1:
+            self.block_new_requests = True  # until one of the others has ended
+        tries = self.progress.lose(sizes, others)
+        if tries <= self.tuning.tries:
+            return None
+        ((name, state),) = self.active_requests.items()
+        free, budget = format_size(self.memory.free().total), format_size(self.cache.on.budget)
+        return torch.OutOfMemoryError(
+            f"ballonet: no memory for token {state.current_len()} of request {name}, in {tries} steps of it alone: of "
+            f"a budget of {budget}, {free} are free. Give more (ballonet.set_budget), or drop what is not needed. {why}"
+        )
 
     def seconds_again(self, state: Any) -> float | None:
         """Returns the time to compute all tokens of a request again; None where it is not known."""

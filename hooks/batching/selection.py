@@ -77,14 +77,19 @@ class Selection:
         self._passed = {}
 
     def select(
-        self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
+        self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
-        tokens. Frees unused blocks and pages where some lack memory."""
+        tokens of `most` requests. Frees unused blocks and pages where some lack memory."""
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
-        admission, now = self._admitted(looked, active), self._memory.now()
+        admission = self._admitted(looked, active)
+        if len(looked) > most:
+            fitting = [candidate for candidate in looked if candidate[0].request_id in admission.where]
+            looked = (fitting or looked)[: int(most)]
+            admission = self._admitted(looked, active)
+        now = self._memory.now()
         taken = admission.kv + admission.activations - (now.usable - now.in_use)
         if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
             admission = self._admitted(looked, active)
@@ -150,6 +155,7 @@ class Selection:
         where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
         best = admit(demands, now, self._tuning)
+        best = best if best.where else self._one(demands, active)
         self._memory.without_reserve = self._memory.without_reserve and not best.where
         if not best.where:
             alone = (
@@ -167,6 +173,14 @@ class Selection:
                 steps = [self._decoding(looked, choice, self._lacking(choice, now, own)) for choice in (fewer, best)]
                 best = fewer if self._cache.model.costs.faster(*steps) else best
         return best
+
+    def _one(self, demands: list[Demand], active: Mapping[str, Any]) -> Admission:
+        """Admits one request, whose step is made as small as it has to be (offload/policy/progress.py): what lost steps
+        have added to the reserve is for several."""
+        memory = self._memory.now(plain=True)
+        where = admit(demands, memory, self._tuning).where
+        fitting = [demand for demand in demands if demand.request in where]
+        return admit([one for one in fitting if not active or one.request in active][:1], memory, self._tuning)
 
     def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
         """Returns the demands one of which may use all free memory, without a reserve: that of the running request if

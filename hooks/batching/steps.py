@@ -10,9 +10,9 @@ life of a request is a number of such steps, which transformers' loop makes of t
 
 In stock a request that is taken as the loop is to end is dropped, a step without tokens is an error, and an error in a
 step fails every request and ends the loop. With ballonet a step that found no memory for activations is undone by
-computing its requests again; where a driver call failed, they fail. Where no request can be scheduled the newest one
-gives up its blocks and is computed again later; one that has waited alone for long enough fails, and so do those that
-need more memory than there is.
+computing its requests again, in smaller steps (offload/policy/progress.py); where a driver call failed, they fail.
+Where no request can be scheduled the newest one gives up its blocks and is computed again later; one that has waited
+alone for long enough fails, and so do those that need more memory than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
@@ -35,7 +35,7 @@ Note [Preempted]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import DriverError
-from ..device.shared import may_grow, reach
+from ..device.shared import may_grow
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
@@ -86,8 +86,6 @@ def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
         else:
             if isinstance(preemption, PagePreemption):
                 preemption.scheduler.begins(prepared)
-                if prepared:
-                    preemption.scheduled()
             return prepared
 
 
@@ -107,34 +105,39 @@ def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:
 
 
 def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None:
-    """Stands for `_generation_step`: an OutOfMemoryError fails only a request that ran alone and for which nobody could
-    free memory, a DriverError those of the step, and the step waits for its inputs, see Note [Inputs of a step]."""
-    inputs = processor.inputs_and_outputs
-    stream = inputs.h2d_stream if processor.use_async_batching else inputs.compute_stream
+    """Stands for `_generation_step`: an OutOfMemoryError fails only a request for which smaller steps were tried in
+    vain (offload/policy/progress.py), a DriverError those of the step, and the step waits for its inputs, see Note
+    [Inputs of a step]."""
+    inputs, pairs, preemption = processor.inputs_and_outputs, processor.use_async_batching, processor.offloading_manager
+    batch = inputs.io_pairs[inputs.current_pair].host_io if pairs else inputs
+    stream = inputs.h2d_stream if pairs else inputs.compute_stream
     if isinstance(stream, torch.cuda.Stream):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
     try:
         with _launched_one_by_one(processor):
             stock(processor, model)
     except (torch.OutOfMemoryError, DriverError) as error:
-        preemption, active = processor.offloading_manager, processor.scheduler.active_requests
         if not isinstance(preemption, PagePreemption):
             raise
-        alone = len(active) == 1
-        batch, pairs = processor.inputs_and_outputs, processor.use_async_batching
-        requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
+        active, scheduler = processor.scheduler.active_requests, preemption.scheduler
+        why: Exception | None = error
+        requests = _forgotten(batch)
         failed = [request.state for request in requests]
+        if isinstance(error, torch.OutOfMemoryError):
+            why = scheduler.lose_step({request.state.request_id: request.query_length for request in requests}, error)
         forks = processor.scheduler._requests_to_fork
         forks[:] = [state for state in forks if all(state is not other for other in failed)]  # computed again first
         _take_in(processor)
         still = [state for state in failed if active.get(state.request_id) is state]
-        if isinstance(error, DriverError):
-            for state in still:
-                _fail(processor, state, error)
-        elif not alone or (still and preemption.may_try_again(still[0].request_id)):
-            preemption.begin_again(still)
-        elif still:
-            _fail(processor, still[0], error)
+        for state in reversed(still):
+            if why is None:
+                preemption.compute_again(state)
+            else:
+                _fail(processor, state, why)
+    else:
+        if isinstance(preemption, PagePreemption):
+            requests = batch.requests_in_batch
+            preemption.give_tokens([one.state.request_id for one in requests if one.has_new_token])
 
 
 def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
@@ -219,9 +222,6 @@ class PagePreemption(OffloadingManager):
 
     cache: ElasticPagedCache
     scheduler: ElasticScheduler
-    _waits = 0  # attempts since the last batch, with one request alone
-    _tries: Mapping[str, int] = {}  # by request: its steps that found no memory while no other one ran
-    _again: tuple[str, int] = "", 0  # the request computed again last, and how many of its tokens had been computed
 
     def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
         return 0
@@ -239,7 +239,7 @@ class PagePreemption(OffloadingManager):
             gave = True
             self._preempt(state)
         self.scheduler.block_new_requests = self.scheduler.block_new_requests or gave
-        return gave or evicted or self.scheduler.memory.relax_reserve()
+        return gave or evicted or self.scheduler.memory.buffer.open()
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
         """Restores the KV of preempted requests in the batch, as far as there are device pages, unless they were
@@ -258,7 +258,6 @@ class PagePreemption(OffloadingManager):
         """Frees the request's blocks; it waits, and is computed again with all of its tokens."""
         again, slo = state.create_equivalent_initial_request(), self.scheduler.slos.asked(state.request_id)
         state._status = RequestStatus.FINISHED
-        self._again = state.request_id, state.position_offset
         self.scheduler.leave(state.request_id)
         self.scheduler.slos.note(state.request_id, slo)
         self.scheduler.wait_again(again)
@@ -280,41 +279,18 @@ class PagePreemption(OffloadingManager):
 
     def may_wait(self) -> bool:
         """May a lone request that finds no memory wait once more for other models or processes to free some?"""
-        if may_grow(self.cache.on):
-            return True
-        self._waits += 1
-        return self._waits <= self.scheduler.tuning.lonely
-
-    def may_try_again(self, request: str) -> bool:
-        """May a request be computed again although it was alone in a step that found no memory? A few times, and only
-        where other processes that share the budget, or other models, could free some meanwhile."""
-        scheduler, on = self.scheduler, self.cache.on
-        if reach(on) <= on.budget and not scheduler.others_run():
-            return False
-        live = scheduler.active_requests.keys() | scheduler.waiting_requests.keys()
-        self._tries = {name: tries for name, tries in self._tries.items() if name in live}
-        self._tries[request] = self._tries.get(request, 0) + 1
-        scheduler.memory.without_reserve, self._waits = False, 0
-        return self._tries[request] <= scheduler.tuning.tries
+        scheduler = self.scheduler
+        return may_grow(self.cache.on) or (not scheduler.memory.without_reserve and scheduler.progress.wait())
 
     def pop_unservable(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that have found too little memory for a while although no request runs.
         Returns them with the reason."""
         return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.pop_unservable()
 
-    def scheduled(self) -> None:
-        """Notes that a batch was made: without using the reserve, and not only of a request that comes as far again as
-        it had come."""
-        active, (name, reached) = self.scheduler.active_requests, self._again
-        further = len(active) > 1 or name not in active or active[name].position_offset > reached
-        if further and not self.scheduler.memory.without_reserve:
-            self._waits = 0
-
-    def begin_again(self, requests: list[Any]) -> None:
-        """Computes these requests again, with more memory left free, as their step ran out of memory."""
-        self.scheduler.raise_reserve()
-        for state in reversed(requests):
-            self.compute_again(state)
+    def give_tokens(self, requests: Collection[str]) -> None:
+        """Notes that a step gave each of these requests a token."""
+        if requests and self.scheduler.progress.give(requests):
+            self.scheduler.memory.relax_reserve()
 
     def _keep_for_later(self, state: Any) -> None:
         """Puts a preempted request back into the queue, as transformers does with one that it has copied to the host.

@@ -49,11 +49,12 @@ class Histogram:
 
 class Latencies:
     """How long the requests of one model took: from arrival to the first token (TTFT), and per token after that
-    (TPOT)."""
+    (TPOT). `lost`: steps of theirs that found no memory."""
 
     def __init__(self) -> None:
         self.ttft = Histogram()
         self.tpot = Histogram()
+        self.lost = 0
 
 
 class RequestTimes:

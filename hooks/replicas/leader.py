@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -149,7 +149,6 @@ class GroupRequests:
         self.scheduler = GroupScheduler(cache, settings, stages, under_way, most)
         self.preemption = GroupPreemption(cache, self.scheduler, settings)
         self._notify = notify
-        self._lacking = 0  # answers in a row from which chunks were left out
 
     # -- coming and going
 
@@ -199,7 +198,7 @@ class GroupRequests:
 
     # -- what came out
 
-    def take_tokens(self, states: Mapping[str, RequestState], tokens: Iterable[tuple[str, int]]) -> None:
+    def take_tokens(self, states: Mapping[str, RequestState], tokens: Collection[tuple[str, int]]) -> None:
         """Appends one token to each request. Those without a state were cancelled."""
         for name, token in tokens:
             state = states.get(name)
@@ -211,24 +210,17 @@ class GroupRequests:
                 self.scheduler.block_new_requests = False
                 del self.by_name[name]
             self._notify(request, None)
+        self.preemption.give_tokens(states.keys() & dict(tokens))
 
-    def compute_again(self, lacking: Sequence[tuple[RequestState, int]]) -> None:
-        """Queues requests for which a stage (second item: its number) had no memory, to be computed anew from all of
-        their tokens. A request that is alone fails after `tuning.lonely` attempts."""
-        if lacking:
-            self._lacking += 1
-        if any(stage == 0 for _, stage in lacking):
-            self.scheduler.raise_reserve()
-        for state, _ in reversed(lacking):
-            alone = len(self.scheduler.active_requests) == 1
-            if alone and self._lacking > self.scheduler.tuning.lonely:
-                self.fail(state, no_room(state.request_id))
-            else:
+    def compute_again(self, lacking: Sequence[RequestState], sizes: Mapping[str, int]) -> None:
+        """Queues requests for which a stage had no memory, to be computed anew from all of their tokens, or fails the
+        one that had too few too often. `sizes`: new tokens by request of the microbatch."""
+        why = self.scheduler.lose_step(sizes)
+        for state in reversed(lacking):
+            if why is None:
                 self.preemption.compute_again(state)
-
-    def lacked_nothing(self) -> None:
-        """Notes a microbatch from which no chunk was left out."""
-        self._lacking = 0
+            else:
+                self.fail(state, why)
 
     def fail(self, state: RequestState, error: Exception) -> None:
         """Ends a request with an error."""
@@ -272,7 +264,6 @@ class Iterations:
         if not scheduled:
             self._cache.pool.try_to_free_sectors()
             return []
-        preemption.scheduled()
         preemption.restore_scheduled_requests(scheduled)
         return scheduled
 
@@ -437,10 +428,8 @@ class Leader:
         self._under_way.rooms = answer.rooms
         states = {state.request_id: state for state in batch.states if self.requests.runs(state)}
         self.requests.take_tokens(states, answer.tokens)
-        lacking = [(states[name], stage) for name, stage in answer.left_out if name in states]
-        if batch.chunks and not lacking:
-            self.requests.lacked_nothing()
-        self.requests.compute_again(lacking)
+        if lacking := [states[name] for name, _ in answer.left_out if name in states]:
+            self.requests.compute_again(lacking, {chunk.request: len(chunk.ids) for chunk in batch.chunks})
         self._failed = [failed for failed in self._failed if all(failed is not state for state in batch.states)]
         return True
 

@@ -22,7 +22,7 @@ def model_facts(
     """Keys: `name`; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without device pages of
     their own), `interval`, `slots`, `why` (the reason of that decision); `pages`, `host_pages` of weights; `copied`:
     bytes of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
-    `prefixes`; `latencies`: histograms in seconds."""
+    `prefixes`; `latencies`: histograms in seconds; `steps_lost`: batches that found no memory."""
     batched, last = seams.batched(model), dict(residency.timings.last)
     histograms: dict[str, Any] = {
         phase: histogram.to_dict() for phase, histogram in residency.timings.histograms().items()
@@ -46,6 +46,7 @@ def model_facts(
         "kv": [cache_facts(cache) for cache in residency.caches()],
         "prefixes": None if prefixes is None else prefix_facts(prefixes),
         "latencies": histograms,
+        "steps_lost": 0 if batched is None else batched.latencies.lost,
     }
 
 

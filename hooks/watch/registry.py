@@ -134,7 +134,9 @@ def _latencies(now: Look) -> Iterator[Metric]:
     forwards = HistogramMetricFamily("ballonet_forward_seconds", "Time of forwards.", labels=["model", "phase"])
     ttft = HistogramMetricFamily("ballonet_ttft_seconds", "From arrival to the first token.", labels=["model"])
     tpot = HistogramMetricFamily("ballonet_tpot_seconds", "Time per token after the first.", labels=["model"])
+    lost = CounterMetricFamily("ballonet_steps_lost", "Batches that found no memory, by model.", labels=["model"])
     for model in now.get("models", ()):
+        lost.add_metric([model["path"]], model["steps_lost"])
         for name, histogram in model["latencies"].items():
             family = {"ttft": ttft, "tpot": tpot}.get(name, forwards)
             labels = [model["path"]] if family is not forwards else [model["path"], name]
@@ -142,7 +144,7 @@ def _latencies(now: Look) -> Iterator[Metric]:
             family.add_metric(
                 labels, list(zip(ends, accumulate(histogram["counts"]), strict=True)), histogram["seconds"]
             )
-    yield from (forwards, ttft, tpot)
+    yield from (forwards, ttft, tpot, lost)
 
 
 def _by(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:

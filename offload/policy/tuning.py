@@ -337,7 +337,7 @@ class Timelines:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Requests that are served together (admission.py, admission.py, step_costs.py)."""
+    """Requests that are served together (admission.py, progress.py, step_costs.py)."""
 
     # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
     # estimate of its peak. Chosen.
@@ -348,9 +348,14 @@ class Serving:
     # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
-    # A request that is alone in a step that finds no memory is computed again so often where others could free some.
-    # Each time it waits for a larger reserve, or `lonely` looks. Chosen: half a minute.
+    # A step of one token of one request, which finds no memory while no other request of its loop has any, is tried
+    # again so often (progress.py). Chosen: what is short for a moment is there then.
     tries: int = 3
+    # Steps that give tokens until a larger one is tried: so many times as many after each lost step, half as many after
+    # each larger one, and at most this many. Chosen: one step in 33 is lost where no larger one ever finds memory, and
+    # a shortage that is over has slowed down some 60 steps.
+    slower: int = 4
+    pause: int = 32
     look: float = 0.1  # s, that this loop waits (hooks/plan/machine.py)
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.

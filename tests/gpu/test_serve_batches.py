@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 import ballonet
 from ballonet import testing
+from ballonet.hooks.batching.seams import batched as batched_facts
 from ballonet.hooks.pieces.runner import PieceRunner
 
 from ..models import build
@@ -146,6 +147,28 @@ def test_requests_that_do_not_fit_wait(place: Place) -> None:
             assert left == 36 or actual == expected
             for answer, right in zip(actual, expected, strict=True):
                 assert answer == right or (place.cuda and "budget" in str(answer.error)), answer.error
+
+
+@scene(only="cuda", pages=256)
+def test_requests_are_answered_beside_a_library_that_has_a_workspace_for_one(place: Place) -> None:
+    """For each further request in a step it takes as much as there is."""
+    asked = prompts(16, 60)
+    model, expected = batched(place, asked)
+
+    def take(_: object, __: object, more: dict[str, Any]) -> None:
+        requests = int(more["cu_seq_lens_q"].diff().count_nonzero())
+        torch.empty((requests - 1) * place.device.budget + place.page, dtype=torch.uint8, device=place.kind)
+
+    with tuning(serving={"lonely": 3}), ballonet.manage(model):
+        filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+        filler.map(0, place.device.available - 96)
+        hook = model.model.layers[-1].register_forward_pre_hook(take, with_kwargs=True)
+        assert answers(model, asked, NEW) == expected
+        hook.remove()
+        filler.close()
+        facts = batched_facts(model)
+        assert facts is not None
+        assert facts.latencies.lost >= 4, "sixteen requests were halved"
 
 
 def alone(model: Any, place: Place, asked: list[list[int]]) -> list[list[int]]:

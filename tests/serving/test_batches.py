@@ -74,7 +74,7 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
 def test_requests_that_do_not_fit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that are admitted find their pages: no step lacks any in the middle."""
     lacked = list[object]()
-    monkeypatch.setattr(ElasticScheduler, "raise_reserve", lacked.append)
+    monkeypatch.setattr(ElasticScheduler, "lose_step", lambda *step: lacked.append(step))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take two pages
     model = build("llama", num_hidden_layers=4, **heads)
     asked = prompts(24, 60)

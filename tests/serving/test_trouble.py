@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.allocator.errors import DriverError
+from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.hooks.batching.steps import PagePreemption
@@ -42,14 +44,14 @@ def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 
 
 class Lacking:
-    """Forwards of a model that find no memory, in their last layer: those for which `when` (number, tokens) is true.
-    `error`: raised in place of that."""
+    """Forwards of a model that find no memory, in their last layer: those for which `when` (number, tokens, requests)
+    is true. `error`: raised in place of that."""
 
-    def __init__(self, model: Any, when: Callable[[int, int], bool], error: Exception | None = None) -> None:
+    def __init__(self, model: Any, when: Callable[[int, int, int], bool], error: Exception | None = None) -> None:
         self.steps = self.failed = 0
         self._error = error or torch.OutOfMemoryError("no memory, says the test")
         self._when = when
-        self._hook = model.model.layers[-1].register_forward_pre_hook(self._before)
+        self._hook = model.model.layers[-1].register_forward_pre_hook(self._before, with_kwargs=True)
 
     def __enter__(self) -> Lacking:
         return self
@@ -57,9 +59,9 @@ class Lacking:
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
-    def _before(self, _: object, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _before(self, _: object, inputs: tuple[torch.Tensor, ...], more: dict[str, Any]) -> None:
         self.steps += 1
-        if self._when(self.steps, inputs[0].shape[1]):
+        if self._when(self.steps, inputs[0].shape[1], len(more["cu_seq_lens_q"]) - 1):
             self.failed += 1
             raise self._error
 
@@ -80,19 +82,24 @@ def test_requests_of_a_step_that_finds_no_memory_begin_again(two: bool, schedule
         with Lacking(model, lambda *_: False) as whole:
             assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
         for when in ({1}, {4, 5}, {whole.steps - 1}, set(range(3, 40, 3))):
-            with Lacking(model, lambda step, _, when=when: step in when) as lacking:  # type: ignore[misc]
+            with Lacking(model, lambda step, *_, when=when: step in when) as lacking:  # type: ignore[misc]
                 assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
             assert lacking.failed == len(when) or max(when) > 30
 
 
 def test_a_request_that_is_alone_fails_and_those_after_it_are_answered(two: bool) -> None:
+    """Its third token finds no memory. Nor does any part of it that is computed again: 8 tokens, 4, 2, and one."""
     model, asked = build("llama", num_hidden_layers=4), prompts(4, 20)
     expected = stock(model, asked, 6)
     install(256)
     with ballonet.manage(model), looping(model, 6, use_async_batching=two) as manager:
-        with Lacking(model, lambda step, _: step == 3):
+        with Lacking(model, lambda step, *_: step >= 3) as lacking:
             manager.add_request(asked[0], request_id="alone")
-            assert "no memory" in manager.get_result(timeout=600).error
+            error = manager.get_result(timeout=600).error
+            numbers = "in 4 steps of it alone: of a budget of 16MiB, .* are free"
+            assert re.search(f"no memory for token .* of request alone, {numbers}.*says the test", error)
+        tokens = len(asked[0]) + 2
+        assert lacking.failed == tokens.bit_length() - 1 + 4
         for prompt, right in zip(asked, expected, strict=True):
             manager.add_request(prompt)
             answer = manager.get_result(timeout=600)
@@ -106,7 +113,7 @@ def test_requests_of_a_step_whose_driver_call_fails_are_told_and_the_loop_lives(
     install(256)
     failed = DriverError("cuStreamWaitEvent", 304, "CUDA_ERROR_OPERATING_SYSTEM")
     with ballonet.manage(model), looping(model, 6, use_async_batching=two) as manager:
-        with Lacking(model, lambda step, _: step == 1, failed):
+        with Lacking(model, lambda step, *_: step == 1, failed):
             manager.add_request(asked[0], request_id="told")
             assert "cuStreamWaitEvent failed" in manager.get_result(timeout=600).error
         assert ask(manager, asked) == expected
@@ -383,6 +390,26 @@ def test_requests_waiting_for_a_reserve_run_one_by_one_or_fail(tuned: Tuned, lef
     assert all(answer.error is None or "budget" in answer.error for answer in results)
     if left > 20:
         assert not all(answer.error for answer in results)
+
+
+@pytest.mark.parametrize(("two", "most"), [(False, 1), (False, 3), (True, 1), (True, 5)], indirect=["two"])
+def test_requests_are_answered_where_no_larger_step_finds_memory(tuned: Tuned, two: bool, most: int) -> None:
+    """A step of so many requests always finds memory, as where a library takes a workspace for each."""
+    tuned(serving={"lonely": 3})
+    model, asked = build("llama", num_hidden_layers=4), prompts(16, 60)
+    expected = stock(model, asked, 24)
+    install(256)
+    with ballonet.manage(model):
+        device = devices.require()
+        filler = device.reserve(device.budget, "kv", device.group())
+        filler.map(0, device.available - (48 if two else 36))  # a second batch has inputs of its own
+        with Lacking(model, lambda *step: step[2] > most) as lacking:
+            assert answers(model, asked, 24, use_async_batching=two) == expected
+        filler.close()
+        assert 0 < lacking.failed < 0.1 * lacking.steps
+        batched = seams.batched(model)
+        assert batched is not None
+        assert batched.latencies.lost == lacking.failed
 
 
 def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
