@@ -7,10 +7,14 @@ Note [Where the compiled companion is kept]
     The core is built once for every torch; this part is not, because it throws and subclasses torch's C++ types. It is
     compiled at the first `install()` (about a second) into the user's cache folder. Its name holds what decides whether
     it fits: torch and its C++ ABI, our sources, the C library, and which compiler made it. It does not use Python's
-    interface, so that one file serves every Python. It is compiled under another name and moved into place, so that two
-    processes may do it at once and none sees half a file. Where the folder cannot be written to, or code in it cannot
-    be run, a temporary folder of this process takes its place. Where there is no compiler, a file that an earlier run
-    with one left behind is used.
+    interface, so that one file serves every Python. It is compiled in a temporary folder of this process and written
+    from there as a whole, so that two processes may do it at once and none sees half a file. Where the user's folder is
+    not trusted (trusted.py) or cannot be written to, or code in it cannot be run, what lies in the temporary folder is
+    loaded. Where there is no compiler, a file that an earlier run with one left behind is used.
+
+Note [Loaded by its descriptor]
+    What is loaded is the file that was checked, by its descriptor. The loader takes the name of one, `/proc/self/fd/7`,
+    for the name of a library, so no other file may come to have the number: it stays open while the process lives.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import torch
 
 from . import cuda_headers
 from .defaults import COMPILE
-from .errors import CompanionUnavailable
+from .errors import CompanionUnavailable, NotTrusted
+from .trusted import TrustedFolder, tell
 
 CSRC: Final = Path(__file__).parent / "csrc"
 COMPILERS: Final = ("c++", "g++", "clang++")
@@ -67,19 +72,46 @@ TORCH_ALLOCATOR: Final = CompanionPart(
 )
 
 
+class CompiledPart:
+    """A compiled file: where it lies, and a descriptor of what was checked. See Note [Loaded by its descriptor]."""
+
+    _kept: ClassVar[dict[tuple[int, int], int]] = {}  # by device and inode: the descriptor of what was loaded
+
+    def __init__(self, folder: TrustedFolder, name: str) -> None:
+        """OSError."""
+        self.path: Final = folder.path / name
+        self._fd = folder.open(name)
+
+    def load(self, function: str) -> ctypes.CDLL:
+        """Loads the library, once, which has to have that function. OSError."""
+        status = os.fstat(self._fd)
+        fd = self._kept.setdefault((status.st_dev, status.st_ino), self._fd)
+        if fd != self._fd:
+            os.close(self._fd)
+            self._fd = fd
+        try:
+            library = ctypes.CDLL(f"/proc/self/fd/{fd}")
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be loaded: {error}") from None
+        if not hasattr(library, function):
+            raise OSError(f"{self.path} lacks {function}: it was not compiled from the sources of ballonet")
+        return library
+
+
 class Companion:
     """The loaded library. `core_table` is the address of a `BallonetCore` (entry.h), `ordinal` that of its device."""
 
-    def __init__(self, path: Path, core_table: int, ordinal: int) -> None:
-        self.path = path
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, compiled: CompiledPart, core_table: int, ordinal: int) -> None:
+        """OSError, CompanionUnavailable."""
+        self.path: Final = compiled.path
+        self._library = compiled.load("ballonet_companion_init")
         initialize = self._library.ballonet_companion_init
         initialize.argtypes, initialize.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_bool
         self._library.ballonet_cpu_install.restype = ctypes.c_bool
         self._library.ballonet_cpu_restore.restype = ctypes.c_bool
         if not initialize(core_table, ordinal):
             raise CompanionUnavailable(
-                f"{path} and the native core are of different versions of ballonet: build the core again "
+                f"{self.path} and the native core are of different versions of ballonet: build the core again "
                 "(pip install, or make build)"
             )
 
@@ -114,14 +146,14 @@ class Companion:
 class TorchAllocator:
     """The loaded CUDA allocator. Parameters as of `Companion`."""
 
-    def __init__(self, path: Path, core_table: int, ordinal: int) -> None:
-        self.path = path
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, compiled: CompiledPart, core_table: int, ordinal: int) -> None:
+        """OSError, CompanionUnavailable."""
+        self._library = compiled.load("ballonet_torch_init")
         initialize, self._place = self._library.ballonet_torch_init, self._library.ballonet_torch_place
         initialize.argtypes, initialize.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_bool
         self._place.restype = ctypes.c_bool
         if not initialize(core_table, ordinal):
-            raise CompanionUnavailable(f"{path} and the native core are of different versions of ballonet")
+            raise CompanionUnavailable(f"{compiled.path} and the native core are of different versions of ballonet")
 
     def place(self) -> bool:
         """Makes it torch's CUDA allocator. False where torch has used another."""
@@ -131,52 +163,55 @@ class TorchAllocator:
 def load(cache: Path, core_table: int, ordinal: int) -> Companion:
     """Returns the companion for the torch of this process, compiled into `cache` where it is missing.
     CompanionUnavailable."""
-    return _load(COMPANION, cache, lambda path: Companion(path, core_table, ordinal))
+    return _load(COMPANION, cache, lambda compiled: Companion(compiled, core_table, ordinal))
 
 
 def load_allocator(cache: Path, core_table: int, ordinal: int) -> TorchAllocator:
     """Returns the allocator for the torch of this process, compiled into `cache` where it is missing.
     CompanionUnavailable."""
-    return _load(TORCH_ALLOCATOR, cache, lambda path: TorchAllocator(path, core_table, ordinal))
+    return _load(TORCH_ALLOCATOR, cache, lambda compiled: TorchAllocator(compiled, core_table, ordinal))
 
 
-def _load(part: CompanionPart, cache: Path, opened: Callable[[Path], T]) -> T:
+def _load(part: CompanionPart, cache: Path, opened: Callable[[CompiledPart], T]) -> T:
     reason: OSError | None = None
-    for folder in (cache, None):
+    for place in (cache, None):
         try:
-            path = build(folder or Path(_temporary_folder().name), part)
+            folder = TrustedFolder(place or Path(_temporary_folder().name))
+            compiled = build(folder, part)
         except OSError as error:
-            reason = error  # the folder cannot be written to
+            reason = error  # it is not trusted, or cannot be written to
+            if isinstance(error, NotTrusted):
+                tell(str(error))
             continue
         try:
-            return opened(path)
+            return opened(compiled)
         except OSError as error:
-            reason = error  # it cannot be loaded: damaged, made for another C library, or in a folder without execution
+            reason = error  # it is damaged, made for another C library, or in a folder without execution
             with contextlib.suppress(OSError):
-                path.unlink()
+                os.unlink(compiled.path.name, dir_fd=folder.fd)
     raise CompanionUnavailable(f"what was compiled for this torch cannot be loaded: {reason}")
 
 
-def build(folder: Path, part: CompanionPart = COMPANION) -> Path:
+def build(folder: TrustedFolder, part: CompanionPart = COMPANION) -> CompiledPart:
     """Returns the part's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
     if compiler is None:
-        files = sorted(folder.glob(f"{stem}-*.so"))
-        if files:
-            return files[-1]
+        for name in folder.names():
+            if name.startswith(f"{stem}-") and name.endswith(".so"):
+                try:
+                    return CompiledPart(folder, name)
+                except NotTrusted as error:
+                    tell(str(error))
         raise CompanionUnavailable(f"there is no C++ compiler: none of {', '.join(COMPILERS)} is in PATH")
-    path = folder / f"{stem}-{_digest(compiler, _version(compiler))}.so"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{part.name}-", suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            _compile(compiler, name, part)
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    return path
+    name = f"{stem}-{_digest(compiler, _version(compiler))}.so"
+    with contextlib.suppress(FileNotFoundError):
+        return CompiledPart(folder, name)
+    with tempfile.TemporaryDirectory(prefix="compiled-", dir=_temporary_folder().name) as aside:
+        output = Path(aside) / name
+        _compile(compiler, str(output), part)
+        folder.write(name, output.read_bytes(), 0o700)
+    return CompiledPart(folder, name)
 
 
 def _compile(compiler: str, output: str, part: CompanionPart) -> None:

@@ -138,6 +138,10 @@ def _parse_peer(text: str, name: str) -> str:
     return peer
 
 
+def _parse_folders(text: str) -> tuple[Path, ...]:
+    return tuple(Path(os.path.abspath(os.path.expanduser(part))) for part in text.split(os.pathsep) if part.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The settings. None where one was not given and its default depends on the machine."""
@@ -161,6 +165,7 @@ class Config:
     replica_faults: Path | None = None  # file of faults of replicas (testing/replica_faults.py); None: none
     control: bool = True  # may `python -m ballonet budget` ask this process?
     cache_dir: Path | None = None  # of files compiled or measured once; None: the user's cache folder
+    trust_folders: tuple[Path, ...] = ()  # folders of several users in which everything is trusted
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -221,7 +226,10 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_REPLICA_FAULTS": ("replica_faults", lambda text, name: Path(text)),
     "BALLONET_CONTROL": ("control", _parse_switch),
     "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),
+    "BALLONET_TRUST_FOLDER": ("trust_folders", lambda text, name: _parse_folders(text)),
 }
+
+LEDGERS: Final = Path("/tmp")  # where the ledgers of users are: nothing that a process is started with changes it
 
 
 def variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -238,8 +246,21 @@ def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
     environ = os.environ if environ is None else environ
     xdg = environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")
-    user = Path(home) / ".cache" if os.path.isabs(home) else Path(tempfile.gettempdir())  # a user without a home
-    return (Path(xdg) if xdg else user) / "ballonet"
+    if not xdg and not os.path.isabs(home):
+        return Path(tempfile.gettempdir()) / f"ballonet-{os.geteuid()}"  # a user without a home
+    return (Path(xdg) if xdg else Path(home) / ".cache") / "ballonet"
+
+
+def trust_folders(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Returns the folders of several users in which everything is trusted (`$BALLONET_TRUST_FOLDER`, separated as in
+    PATH)."""
+    return _parse_folders(variables(("BALLONET_TRUST_FOLDER",), environ).get("BALLONET_TRUST_FOLDER", ""))
+
+
+def ledger_dir() -> Path:
+    """Returns the folder in which processes of this user find the ledgers of the budgets that they share. It follows
+    from the user alone: two processes with different ones would share nothing."""
+    return LEDGERS / f"ballonet-{os.geteuid()}"
 
 
 def cuda_homes(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:

@@ -1,11 +1,11 @@
 """Control from outside: `python -m ballonet budget` and `top` watch a running process and change its budget.
 
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
-user can enter. A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout": seconds}` has
-`{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`; `{"give":
-bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s keys; or
-it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its number,
-`"device": null | number`, else they are about the first.
+user can enter (trusted.py). A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout":
+seconds}` has `{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`;
+`{"give": bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s
+keys; or it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its
+number, `"device": null | number`, else they are about the first.
 
 Note [The end of a process]
     The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that returns
@@ -35,10 +35,10 @@ from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
 from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
 from .looks import KEYS
 from .looks import look as look_here
+from .trusted import TrustedFolder
 
 LONGEST: Final = 4096  # bytes of a request
 LONGEST_ANSWER: Final = 1 << 20  # bytes
-LONGEST_PATH: Final = 107  # bytes of a socket's path
 
 SHOWN: Final = ("budget", "page_size", "pages", "host_pages", "peer", "peer_budget", "peer_pages", "spilled")
 
@@ -61,7 +61,9 @@ class Control:
         self._set_budget = set_budget
         self._closed = False
         self._busy = threading.Lock()  # held while an answer is made
-        self._socket, self.path = _listen(folders)
+        self._socket, self._folder = _listen(folders)
+        self._name = f"{os.getpid()}.sock"
+        self.path: Final = self._folder.path / self._name
         threading.Thread(target=self._serve, name="ballonet-control", daemon=True).start()
 
     def close(self) -> None:
@@ -69,7 +71,8 @@ class Control:
         if self._closed:
             return
         self._closed = True
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self._folder.here / self._name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
         if self._busy.acquire(timeout=self._grace):
@@ -191,8 +194,8 @@ def listening(folders: Sequence[Path] | None = None) -> list[int]:
     pids = set[int]()
     for folder in control_dirs() if folders is None else folders:
         with contextlib.suppress(OSError):
-            names = [path.stem for path in folder.glob("*.sock") if path.stem.isdecimal()]
-            pids.update(int(name) for name in names if _owner(int(name)) == os.geteuid())
+            sockets = _sockets(TrustedFolder(folder, make=False))
+            pids.update(pid for pid in sockets if _owner(pid) == os.geteuid())
     return sorted(pids)
 
 
@@ -253,12 +256,13 @@ def _owner(pid: int) -> int | None:
 
 
 def _connected(pid: int, folders: Sequence[Path], patience: float) -> socket.socket:
-    for folder in folders:
-        _clean(folder)
+    for path in folders:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            folder = TrustedFolder(path, make=False)
+            _clean(folder)
             connection.settimeout(patience)
-            connection.connect(str(folder / f"{pid}.sock"))
+            connection.connect(str(folder.here / f"{pid}.sock"))
             if _peer(connection) == (pid, os.geteuid()):
                 return connection
         except OSError:
@@ -269,42 +273,44 @@ def _connected(pid: int, folders: Sequence[Path], patience: float) -> socket.soc
     )
 
 
-def _listen(folders: Sequence[Path]) -> tuple[socket.socket, Path]:
-    """Returns a socket in the first usable folder. OSError with the reasons where none is."""
+def _listen(folders: Sequence[Path]) -> tuple[socket.socket, TrustedFolder]:
+    """Returns a socket, and the first usable folder, in which it is. OSError with the reasons where none is."""
     reasons = []
-    for folder in folders:
-        path = folder / f"{os.getpid()}.sock"
+    for path in folders:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            private(folder)
-            if len(os.fsencode(path)) > LONGEST_PATH:
-                raise OSError(f"{path} is too long for a socket")
+            folder = TrustedFolder(path)
             _clean(folder)
-            path.unlink(missing_ok=True)  # of a process that had this pid before
-            listening.bind(str(path))
+            place = folder.here / f"{os.getpid()}.sock"
+            place.unlink(missing_ok=True)  # of a process that had this pid before
+            listening.bind(str(place))
             listening.listen()
-            return listening, path
+            return listening, folder
         except OSError as error:
             listening.close()
             reasons.append(str(error))
     raise OSError("; ".join(reasons))
 
 
-def private(folder: Path) -> None:
-    """Makes a folder that no other user can enter. OSError where it is another's, or open to others."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise OSError(f"{folder} is not a folder that only this user can enter")
+def _sockets(folder: TrustedFolder) -> list[int]:
+    """Returns the pids of which a folder has sockets of this user. OSError."""
+    pids = []
+    with os.scandir(folder.here) as entries:
+        for entry in entries:
+            name, _, suffix = entry.name.rpartition(".")
+            if suffix == "sock" and name.isdecimal():
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
+                    pids.append(int(name))
+    return pids
 
 
-def _clean(folder: Path) -> None:
-    """Removes the sockets of processes that are gone."""
+def _clean(folder: TrustedFolder) -> None:
+    """Removes this user's sockets of processes that are gone."""
     with contextlib.suppress(OSError):
-        for path in folder.glob("*.sock"):
-            if path.stem.isdecimal() and not os.path.exists(f"/proc/{path.stem}"):
-                path.unlink(missing_ok=True)
+        for pid in _sockets(folder):
+            if not os.path.exists(f"/proc/{pid}"):
+                (folder.here / f"{pid}.sock").unlink(missing_ok=True)
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

@@ -141,6 +141,10 @@ class InstallError(BallonetError):
     """The allocator cannot be put under torch here and now."""
 
 
+class NotTrusted(BallonetError, OSError):
+    """A folder or file that another user may have put there, or can write to."""
+
+
 class CompanionUnavailable(BallonetError):
     """The companion, which links torch's own libraries, can be neither found nor compiled here."""
 

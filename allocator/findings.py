@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from .config import Config, cache_dir
+from .errors import NotTrusted
+from .trusted import TrustedFolder, tell
 
 FORMAT: Final = 1
 SETTINGS: Final[Mapping[str, type]] = {"host_pages": bool, "page_size": int, "graphs": bool}  # of Config, to choose
@@ -55,25 +56,24 @@ def path_of(folder: Path, key: Mapping[str, str]) -> Path:
 def save(folder: Path, key: Mapping[str, str], result: Mapping[str, Any]) -> Path:
     """Writes a preflight's result, which has `settings`, `reasons` and `when`, at once or not at all. OSError."""
     path = path_of(folder, key)
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps({"format": FORMAT, "key": dict(key), **result}, indent=1) + "\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    text = json.dumps({"format": FORMAT, "key": dict(key), **result}, indent=1) + "\n"
+    TrustedFolder(folder).write(path.name, text.encode())
     return path
 
 
 def load(folder: Path, key: Mapping[str, str]) -> Findings | None:
-    """Reads the findings for this device under this driver; None where there are none, or the file is not whole."""
+    """Reads the findings for this device under this driver; None where there are none, or the file is not whole or not
+    trusted."""
     path = path_of(folder, key)
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(TrustedFolder(folder, make=False).read(path.name))
         settings, reasons = content["settings"], content["reasons"]
         whole = content["format"] == FORMAT and content["key"] == key and set(settings) <= set(SETTINGS)
         whole = whole and all(type(value) is SETTINGS[name] for name, value in settings.items())
         return Findings(settings, reasons, content["when"], path) if whole else None
+    except NotTrusted as error:
+        tell(str(error))
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

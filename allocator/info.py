@@ -6,17 +6,20 @@ context.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from . import _native, cuda_headers, device_choice, findings, ram, versions
 from .config import Config, cache_dir, environment
 from .errors import BallonetError, CoreMissing, DriverUnavailable
+from .trusted import TrustedFolder
 from .units import format_size
 
 PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "nvidia-ml-py")
@@ -192,7 +195,7 @@ def _cuda(config: Config) -> tuple[bool, str]:
 
 def _companion(config: Config) -> tuple[bool, str]:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    kept = sorted(cache_dir(config).glob("companion-*.so"))
+    kept = _kept(config, "companion-*.so")
     if compiler is not None:
         return True, f"{compiler}; kept in {cache_dir(config)}"
     if kept:
@@ -210,10 +213,18 @@ def _torch_allocator(config: Config, cuda: str) -> tuple[bool, str]:
         missing = "there is no C++ compiler"
     elif headers is not None:
         return True, f"compiled by install(), with CUDA's headers in {headers}"
-    kept = sorted(cache_dir(config).glob(f"torch-allocator-torch{versions.installed('torch')}*.so"))
+    kept = _kept(config, f"torch-allocator-torch{versions.installed('torch')}*.so")
     if kept:
         return True, f"{missing}; one compiled before: {kept[-1]}"
     return False, f"{missing}. So {cuda_headers.WITHOUT}"
+
+
+def _kept(config: Config, names: str) -> list[Path]:
+    """Returns the files of these names in the cache folder; none where it is not trusted."""
+    with suppress(OSError):
+        folder = TrustedFolder(cache_dir(config), make=False)
+        return [folder.path / name for name in fnmatch.filter(folder.names(), names)]
+    return []
 
 
 def _supported(package: str) -> tuple[bool, str]:

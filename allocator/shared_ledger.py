@@ -1,5 +1,5 @@
-"""The ledger of a budget that several processes of a user share on a device: a small file in the folder of the control
-sockets, which only its user can enter.
+"""The ledger of a budget that several processes of a user share on a device: a small file in a folder that only its
+user can enter (trusted.py), and that follows from the user alone.
 
 Note [Never too much]
     The ledger holds a total and the part of each process. Under its lock a part is raised by what is free at most, and
@@ -13,12 +13,19 @@ Note [A process that dies]
     whole, so a process that dies in the middle leaves the one before. A part belongs to a pid and the moment at which
     that started; the next reader removes those that are gone. A zombie counts as gone once its last thread has ended,
     which is after its memory was given back.
+
+Note [A ledger that goes]
+    Somebody may remove the file, its lock or their folder. Whoever has the lock sees that its path still leads to it,
+    or looks for the new one: two processes never hold two of them. A process whose part the ledger lacks joins again
+    (hooks/device/shared.py). systemd, which removes old files of /tmp, leaves a folder alone that somebody has locked
+    (`flock`), as each process that shares a budget has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import json
 import os
 import threading
@@ -26,12 +33,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-from .config import control_dirs
-from .control import private
+from .config import ledger_dir
 from .defaults import LEDGER_LONGEST, LEDGER_PATIENCE
 from .errors import LedgerDamaged, SharedBudgetError
+from .trusted import TrustedFolder
 from .units import format_size
 
 _here = threading.Lock()  # file locks belong to a process; this one excludes its threads
@@ -79,12 +86,12 @@ class SharedLedger:
 
     def __init__(self, device: str, folder: Path | None = None, patience: float = LEDGER_PATIENCE) -> None:
         """`device`: a name that is the same in all processes; `folder`: of the file, made where there is none;
-        `patience`: seconds that its lock is waited for. OSError where others can enter the folder."""
-        folder = control_dirs()[0] if folder is None else folder
-        private(folder)
+        `patience`: seconds that its lock is waited for. NotTrusted, OSError where the folder cannot be used."""
         self.device: Final = device
-        self.path: Final = folder / f"shared-{device}.json"
+        self.path: Final = (ledger_dir() if folder is None else folder) / f"shared-{device}.json"
+        self._lock_name = f"shared-{device}.lock"
         self._patience = patience
+        self._folder = self._opened()
 
     def read(self) -> SharedParts:
         """Reads the ledger, without processes that are gone."""
@@ -142,6 +149,21 @@ class SharedLedger:
         with self._changing() as change:
             return change(raised).parts[pid].nbytes
 
+    def renew(self, pid: int, number: int, floor: int, total: int, nbytes: int, page: int) -> int:
+        """Sets the part of a process to so many bytes, or to as many whole pages as are free; adds the process, and the
+        total, where the ledger lacks them. Returns the part."""
+
+        def renewed(now: SharedParts) -> SharedParts:
+            others = {key: part for key, part in now.parts.items() if key != pid}
+            rest = replace(now, total=now.total or total, target=now.target or total, parts=others)
+            kept = min(floor, max(0, min(rest.total or 0, rest.target or 0) - sum(it.floor for it in others.values())))
+            mine = now.parts.get(pid, Part(started(pid) or 0, number, 0, kept))
+            part = replace(mine, nbytes=min(nbytes, max(mine.nbytes, rest.free // page * page)))
+            return replace(rest, parts={**others, pid: part})
+
+        with self._changing() as change:
+            return change(renewed).parts[pid].nbytes
+
     def lower_to(self, pid: int, nbytes: int) -> None:
         """Lowers the part of a process to so many bytes at most."""
 
@@ -192,20 +214,32 @@ class SharedLedger:
         if not _here.acquire(timeout=self._patience):
             raise self._busy()
         try:
-            with open(
-                os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+"
-            ) as lock:
-                while True:
-                    try:
-                        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except OSError:
-                        if time.monotonic() >= deadline:
-                            raise self._busy() from None
-                        time.sleep(0.002)
+            with self._locked(deadline):
                 yield self._change
         finally:
             _here.release()
+
+    def _locked(self, deadline: float) -> TextIO:
+        """Opens and locks the lock file, which is the one that others find: see Note [A ledger that goes]."""
+        while True:
+            if not self._folder.is_in_place:
+                self._folder = self._opened()
+            lock = open(self._folder.open(self._lock_name, os.O_RDWR | os.O_CREAT), "r+")  # noqa: SIM115 (returned)
+            with contextlib.suppress(OSError):
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock.fileno()), os.lstat(self.path.with_name(self._lock_name))):
+                    return lock
+            lock.close()
+            if time.monotonic() >= deadline:
+                raise self._busy()
+            time.sleep(0.002)
+
+    def _opened(self) -> TrustedFolder:
+        """Opens the folder, made where there is none. NotTrusted, OSError."""
+        folder = TrustedFolder(self.path.parent)
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return folder
 
     def _change(self, act: Callable[[SharedParts], SharedParts]) -> SharedParts:
         before = self._read()
@@ -213,15 +247,12 @@ class SharedLedger:
         if now.target is not None and now.taken <= now.target:
             now = replace(now, total=now.target)
         if now != before:
-            new = self.path.with_suffix(".new")
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-                json.dump(now.to_dict(), file)
-            new.replace(self.path)
+            self._folder.write(self.path.name, json.dumps(now.to_dict()).encode())
         return now
 
     def _read(self) -> SharedParts:
         try:
-            with self.path.open("rb") as file:
+            with open(self._folder.open(self.path.name), "rb") as file:
                 text = file.read(LEDGER_LONGEST)
         except FileNotFoundError:
             return SharedParts()
@@ -248,10 +279,12 @@ class SharedLedger:
 
 
 def ledgers(folder: Path | None = None) -> list[SharedLedger]:
-    """Returns the existing ledgers, by device."""
-    folder = control_dirs()[0] if folder is None else folder
-    paths = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
-    return [SharedLedger(path.stem.removeprefix("shared-"), folder) for path in paths]
+    """Returns the existing ledgers, by device. NotTrusted."""
+    folder = ledger_dir() if folder is None else folder
+    if not folder.is_dir():
+        return []
+    names = fnmatch.filter(TrustedFolder(folder).names(), "shared-*.json")
+    return [SharedLedger(name.removeprefix("shared-").removesuffix(".json"), folder) for name in names]
 
 
 def started(pid: int) -> int | None:

@@ -6,10 +6,13 @@ import ctypes
 import functools
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
+import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import ballonet
-from ballonet.allocator import devices
+from ballonet.allocator import config, devices
+from ballonet.allocator.trusted import TrustedFolder
 
 from .core import a_core, a_gate, another_thread  # noqa: F401 (fixtures)
 from .pool import take_out, take_out_leftovers
@@ -33,9 +37,16 @@ from .tuned import Clock, Tuned, tuning
 # Most tests are about what happens when device pages run out. Those about spilling, which hides that, turn it on.
 os.environ["BALLONET_SPILL"] = "0"
 
+# Control sockets and ledgers of tests, and of what they start, do not mix with those of the user's own processes. The
+# name is short: the path of a socket may have 107 bytes.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="b-")
+config.LEDGERS = Path(os.environ["XDG_RUNTIME_DIR"])  # type: ignore[misc]
+
 # What was measured of models on this machine changes what runs do: tests know nothing of it. A folder that stays, as
 # what is compiled for torch is kept there, too.
 os.environ.setdefault("BALLONET_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "cache"))
+with warnings.catch_warnings(action="ignore"):  # of one that was made before, by another umask
+    TrustedFolder(Path(os.environ["BALLONET_CACHE_DIR"]))
 
 try:
     import hypothesis
@@ -62,6 +73,11 @@ def no_gpu() -> str:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return "the NVIDIA driver finds no device"
     return ""
+
+
+def pytest_unconfigure() -> None:
+    """Removes what processes of tests have left where they listened."""
+    shutil.rmtree(config.LEDGERS, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ from .tuned import Tuned
 def cache_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`folder`, to be made, is BALLONET_CACHE_DIR: nothing was measured of any model. What tests before have compiled
     for torch is in it, as that takes a second."""
-    folder.mkdir()
+    folder.mkdir(0o700)
     for compiled in Path(os.environ["BALLONET_CACHE_DIR"]).glob("*.so"):
         if not compiled.name.startswith("."):
             shutil.copy2(compiled, folder)

@@ -18,6 +18,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final, Self
 
+import pytest
+
+from ballonet.allocator import config
+
 from .gpu.scene import FORKS
 from .outside import descriptors
 
@@ -85,6 +89,12 @@ class Process:
         for pipe in (self._told, self._said):
             with suppress(BrokenPipeError):
                 pipe.close()
+
+
+def share_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has this process, and what it starts from now on, listen and share budgets in a folder."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(config, "LEDGERS", folder)
 
 
 def held(pid: int) -> int:

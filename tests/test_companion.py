@@ -20,6 +20,7 @@ from ballonet.allocator.companion import Companion
 from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
+from ballonet.allocator.trusted import TrustedFolder
 
 from .faulting import arm
 
@@ -85,18 +86,23 @@ extern "C" int base(void* (*f)(void*, size_t*), void* block) { size_t n; return 
 """
 
 
+def built(folder: Path, part: companion.CompanionPart = companion.COMPANION) -> Path:
+    """Where the part lies in the folder, after it was compiled if need be."""
+    return companion.build(TrustedFolder(folder), part).path
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the companion in it."""
     folder = tmp_path_factory.mktemp("cache")
-    companion.build(folder)
+    built(folder)
     return folder
 
 
 @pytest.fixture
 def quick(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What compiles takes what was compiled before. Returns that."""
-    compiled = companion.build(cache)
+    compiled = built(cache)
     monkeypatch.setattr(companion, "_compile", lambda compiler, output, part: shutil.copy(compiled, output))
     return compiled
 
@@ -138,7 +144,7 @@ def test_companion_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch
         raise AssertionError(f"{compiler} ran again for {output}")
 
     monkeypatch.setattr(companion, "_compile", compile_again)
-    path = companion.build(cache)
+    path = built(cache)
     assert path.is_file()
     assert list(cache.iterdir()) == [path]
 
@@ -150,10 +156,10 @@ def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pyte
         with open(tmp_path / changed.name, "a") as file:
             file.write("// one more line\n")
         other = dataclasses.replace(companion.COMPANION, sources=tuple(sources))
-        assert companion.build(tmp_path / f"other {changed.name}", other).name != here
+        assert built(tmp_path / f"other {changed.name}", other).name != here
     with monkeypatch.context() as patch:
         patch.setattr(companion, "_version", lambda compiler: "another compiler 1.0")
-        assert companion.build(tmp_path / "other compiler").name != here
+        assert built(tmp_path / "other compiler").name != here
 
 
 @pytest.mark.usefixtures("quick")
@@ -161,7 +167,7 @@ def test_two_who_compile_it_at_once_have_one_file(tmp_path: Path, monkeypatch: p
     both, compiles = threading.Barrier(2, timeout=600), companion._compile
     monkeypatch.setattr(companion, "_compile", lambda *given: (compiles(*given), both.wait()))
     with ThreadPoolExecutor(2) as threads:
-        paths = {*threads.map(companion.build, [tmp_path] * 2)}
+        paths = {*threads.map(built, [tmp_path] * 2)}
     assert paths == {*tmp_path.iterdir()}
     assert len(paths) == 1
 
@@ -187,9 +193,9 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path
 def test_without_a_compiler_what_was_compiled_before_is_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = companion.build(cache)
+    path = built(cache)
     monkeypatch.setattr(companion, "COMPILERS", ("no-such-compiler",))
-    assert companion.build(cache) == path
+    assert built(cache) == path
     with pytest.raises(CompanionUnavailable, match="no-such-compiler"):
         companion.load(tmp_path, _native.core_table(), 0)
 
@@ -260,7 +266,7 @@ def test_cuda_headers_of_another_version_are_not_taken(nowhere: Path, monkeypatc
 def test_a_core_of_another_version_is_refused(cache: Path) -> None:
     table = (ctypes.c_uint64 * 16)(999)
     with pytest.raises(CompanionUnavailable, match="different versions"):
-        Companion(companion.build(cache), ctypes.addressof(table), 0)
+        Companion(companion.build(TrustedFolder(cache)), ctypes.addressof(table), 0)
 
 
 def test_torchs_own_cpu_allocator_is_put_back(probe: ctypes.CDLL) -> None:

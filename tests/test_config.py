@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from ballonet.allocator.config import (
     Config,
     cache_dir,
     format_size,
+    ledger_dir,
     parse_bandwidth,
     parse_host_budget,
     parse_size,
@@ -136,6 +139,7 @@ VALUES = {  # variable -> a text, and the field that it sets to what
     "BALLONET_FAULT": ("cuMemMap:7, cuMemCreate:1", "faults", (("cuMemMap", 7), ("cuMemCreate", 1))),
     "BALLONET_CONTROL": ("off", "control", False),
     "BALLONET_CACHE_DIR": ("/var/cache/b", "cache_dir", Path("/var/cache/b")),
+    "BALLONET_TRUST_FOLDER": ("/var/a:/var/b/", "trust_folders", (Path("/var/a"), Path("/var/b"))),
 }
 
 
@@ -189,3 +193,18 @@ def test_the_cache_folder() -> None:
     assert cache_dir(Config(cache_dir=Path("/c"))) == Path("/c")
     assert cache_dir(Config(), {"XDG_CACHE_HOME": "/x"}) == Path("/x/ballonet")
     assert cache_dir(Config(), {}) == Path.home() / ".cache" / "ballonet"
+
+
+def test_the_cache_folder_of_a_user_without_a_home_is_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_dir(Config(), {}) == Path(tempfile.gettempdir()) / f"ballonet-{os.geteuid()}"
+
+
+def test_the_folder_of_ledgers_follows_from_the_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = ledger_dir()
+    for name in ("TMPDIR", "XDG_RUNTIME_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert tempfile.gettempdir() == str(tmp_path)
+    assert ledger_dir() == folder
+    assert folder.name == f"ballonet-{os.geteuid()}"

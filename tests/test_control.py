@@ -35,6 +35,7 @@ from ballonet.allocator.errors import (
     NotReachable,
 )
 
+from .foreign import gives_away
 from .programs import gone
 
 PAGE = 65536
@@ -182,23 +183,18 @@ def test_nobody_else_can_enter_the_folder(listening: Listening, folder: Path) ->
     assert path == folder / f"{ME}.sock"
 
 
-@pytest.mark.parametrize("how", ["open", "link", "file", "other"])
-def test_a_folder_that_is_open_or_another_s_is_not_used(
-    folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", ["link", "file", "other"])
+def test_a_folder_that_is_another_s_is_not_used(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     second = folder.parent / "t"
-    if how == "open":
-        folder.mkdir()
-        folder.chmod(0o750)
-    elif how == "link":
+    if how == "link":
         (folder.parent / "real").mkdir(mode=0o700)
         folder.symlink_to(folder.parent / "real")
     elif how == "file":
         folder.touch()
     else:
         folder.mkdir(mode=0o700)
-        monkeypatch.setattr(control.os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(OSError, match=r"not a folder that only this user|a directory"):
+        gives_away(folder, monkeypatch)
+    with pytest.raises(OSError, match=r"it is a link|File exists|it belongs to user"):
         Control(lambda nbytes, timeout, number: None, [folder])
     if how != "other":
         opened = Control(lambda nbytes, timeout, number: None, [folder, second])
@@ -206,17 +202,32 @@ def test_a_folder_that_is_open_or_another_s_is_not_used(
         opened.close()
 
 
-def test_a_folder_with_too_long_a_name_is_passed_over(folder: Path) -> None:
-    with pytest.raises(OSError, match="too long for a socket"):
-        Control(lambda nbytes, timeout, number: None, [folder.parent / ("d" * 120)])
+def test_a_folder_that_others_can_enter_is_narrowed(listening: Listening, folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o750)
+    with pytest.warns(RuntimeWarning, match=r"could be read by others \(750\): it is narrowed to its user"):
+        listening()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_sockets_of_the_dead_go_and_those_of_the_living_stay(listening: Listening, folder: Path) -> None:
+@pytest.mark.usefixtures("installed")
+def test_a_folder_may_have_a_long_name(folder: Path) -> None:
+    deep = folder.parent / ("d" * 120)
+    opened = Control(lambda nbytes, timeout, number: None, [deep])
+    assert ask(ME, None, 1, [deep])["pid"] == ME
+    assert control.listening([deep]) == [ME]
+    opened.close()
+    assert list(deep.iterdir()) == []
+
+
+def test_sockets_of_the_dead_go_and_all_else_stays(listening: Listening, folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    dead = gone()
-    stay = [f"{ME}.sock", "1.sock", "note.txt", "x.sock"]
-    for name in (f"{dead}.sock", *stay):
-        (folder / name).touch()
+    dead, other = gone(), gone()
+    stay = [f"{ME}.sock", "1.sock", "note.txt", "x.sock", f"{other}.sock"]
+    for name in (f"{dead}.sock", *stay[:4]):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(folder / name))
+    (folder / stay[4]).touch()  # no socket
     listening()
     assert sorted(path.name for path in folder.iterdir()) == sorted(stay)
     assert stat.S_ISSOCK((folder / f"{ME}.sock").stat().st_mode), "what had our pid before us is no socket of ours"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from ballonet.allocator.errors import ConfigError
 from ballonet.allocator.events import Events, LoggedEvent
+from ballonet.offload.policy.tuning import Timelines
 from ballonet.offload.timeline import file as recording_file
 from ballonet.offload.timeline.file import SeriesRecording
 
@@ -106,3 +109,40 @@ def test_a_failure_to_write_leaves_the_old_file_and_nothing_else(
 def test_any_other_suffix_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"none of the suffixes of a timeline: \.json, \.png"):
         recording_file.check(path)
+
+
+def test_a_full_disk_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, replace, naps = tmp_path / "a.json", os.replace, list[float]()
+
+    def full(*given: Any) -> None:
+        if len(naps) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(*given)
+
+    monkeypatch.setattr(recording_file.os, "replace", full)
+    monkeypatch.setattr(recording_file.time, "sleep", naps.append)
+    recording_file.write(recorded(MADE), str(path))
+    assert json.loads(path.read_text())
+    assert len(naps) == 3
+    assert capsys.readouterr().err == f"ballonet: there is no room for {path}: it is tried again for 60 s\n"
+
+
+def test_a_disk_that_stays_full_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps = list[float]()
+    monkeypatch.setattr(recording_file.time, "sleep", naps.append)
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        recording_file.written(fail, "a.json", Timelines(tries=2))
+    assert len(naps) == 2
+
+
+def test_a_link_that_was_put_where_a_file_is_written_aside_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / f"a.json.{os.getpid()}.part").symlink_to(tmp_path / "mine")
+    recording_file.write(recorded(MADE), str(tmp_path / "a.json"))
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,9 +22,9 @@ import torch
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import control, devices
-from ballonet.allocator.config import Config
+from ballonet.allocator.config import Config, ledger_dir
 from ballonet.allocator.errors import BudgetInUse, ControlRefused, LedgerDamaged, SharedBudgetError
-from ballonet.allocator.shared_ledger import SharedLedger, ledgers
+from ballonet.allocator.shared_ledger import SharedLedger, ledgers, started
 from ballonet.hooks.device import shared, shared_total
 from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.processes import WatchedProcesses
@@ -31,7 +33,7 @@ from ballonet.offload.policy.tuning import DEFAULT, Sharing
 from .core import eventually
 from .models import build, prompts
 from .pool import take_out
-from .sharing import PAGE, SIZES, Process, Watcher
+from .sharing import PAGE, SIZES, Process, Watcher, share_in
 from .tuned import Tuned
 
 MIB = 2**20
@@ -42,7 +44,7 @@ Start = Callable[..., Process]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts processes, which share a folder with this one."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     with ExitStack() as started:
 
         def begin(share: int | bool, kind: str = "tensors") -> Process:
@@ -83,6 +85,25 @@ def test_process_that_needs_pages_gets_those_of_an_idle_one(start: Start) -> Non
     assert watcher.together > 14 * MIB
     assert sum(parts().values()) <= 16 * MIB
     assert all(part >= FLOOR for part in parts().values())
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_ledger_that_is_removed_while_it_is_used_counts_nothing_twice(start: Start, what: str) -> None:
+    """Whoever has a part joins again."""
+    first, second = start(16 * MIB), start(True)
+    assert first.do(f"get {10 * MIB}") == "get"
+    if what == "file":
+        (ledger_dir() / "shared-cpu.json").unlink()
+    else:
+        ledger_dir().rename(ledger_dir().with_name("aside"))  # at once: it is made again before all of it is removed
+    eventually(lambda: [len(row["parts"]) for row in change()] == [2])
+    with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
+        assert parts()[first.pid] >= 10 * MIB
+        assert second.do(f"get {8 * MIB}") == "out of memory"
+        first.do("drop")
+        assert second.do(f"get {8 * MIB}") == "get"
+    within(watcher)
+    assert sum(parts().values()) <= 16 * MIB
 
 
 def test_process_that_is_killed_gives_its_part_back(start: Start) -> None:
@@ -238,7 +259,7 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
     assert all(watcher.most.values())
 
 
-def test_refused_join_does_nothing(start: Start, tmp_path: Path) -> None:
+def test_refused_join_does_nothing(start: Start) -> None:
     process = start(16 * MIB)
     with pytest.raises(SharedBudgetError, match="is 16MiB, and not 8MiB"), here(8 * MIB):
         pass
@@ -247,7 +268,7 @@ def test_refused_join_does_nothing(start: Start, tmp_path: Path) -> None:
     assert parts().keys() == {process.pid}
     with here(True), pytest.raises(ControlRefused, match="are left for it: ask for that or less"):
         control.ask(os.getpid(), 16 * MIB, 1.0)
-    (path,) = (tmp_path / "ballonet").glob("shared-*.json")
+    (path,) = ledger_dir().glob("shared-*.json")
     path.write_text("{")
     with pytest.raises(LedgerDamaged, match="delete the file"), here(True):
         pass
@@ -291,7 +312,7 @@ def test_figures_are_published(
 @pytest.fixture
 def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared.Share]:
     """The part of this process, which has all that there is."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     tuned(weights={"large": 2**11})
     ballonet.install(64 * MIB, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
     shared.join(devices.of(), 16 * MIB, 0, 0, replace(DEFAULT.sharing, patience=300.0))
@@ -299,6 +320,28 @@ def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert isinstance(part, shared.Share)
     yield part
     take_out()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_part_is_lowered_where_the_ledger_was_replaced_and_another_process_has_the_bytes(
+    share: shared.Share, known: bool
+) -> None:
+    share.reserve(8 * MIB)
+    assert share.part >= 8 * MIB
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        rows = {other.pid: [started(other.pid), 0, 14 * MIB, 0]}
+        if known:
+            rows[os.getpid()] = [started(os.getpid()), 0, MIB, share.floor]
+        new = share.ledger.path.with_suffix(".other")
+        new.write_text(json.dumps({"total": 16 * MIB, "target": 16 * MIB, "parts": rows}))
+        new.replace(share.ledger.path)
+        eventually(lambda: share.part == 2 * MIB)
+        assert devices.require().budget == 2 * MIB
+        assert {pid: part.nbytes for pid, part in share.ledger.read().parts.items()} == {
+            other.pid: 14 * MIB,
+            os.getpid(): 2 * MIB,
+        }
+        other.kill()
 
 
 def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared.Share) -> None:

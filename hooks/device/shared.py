@@ -10,6 +10,11 @@ Note [How a part moves]
     are left to a process that works it takes more free bytes; if some of its pages are on the host for want of device
     pages, or requests wait for pages (`lacks`), it takes all that it is due.
 
+Note [A part that the ledger lacks]
+    A ledger that was removed, or replaced by an older one, does not have what this process has, and others could take
+    it, too. The thread sees that at its next look. It joins again with the bytes that are free, asks others for what
+    is missing, and lowers its budget to what it got.
+
 Note [Giving while a forward runs]
     A lower budget counts at once, but a forward gives pages only at its next layer. An allocation that would fail
     before that gets the old budget back: the process gives nothing then, and is asked again.
@@ -26,6 +31,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ...allocator import devices, install, looks
@@ -140,10 +146,6 @@ class Share:
         with suppress(BallonetError, OSError):
             self.ledger.leave(os.getpid())
 
-    def forget(self) -> None:
-        """Drops the part in the child of a fork, which has none."""
-        self._closed = True
-
     # -- what others see and ask
 
     def facts(self) -> dict[str, Any]:
@@ -240,6 +242,7 @@ class Share:
             if missing:
                 kept = last and self._giving.give_up(lambda: device.set_budget(self.part))
                 if not kept:
+                    self._read_changes()
                     self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
                 self._keep_ahead()
@@ -251,17 +254,36 @@ class Share:
         finally:
             device.answer_shortage(kept or self.part > before)
 
-    def _keep_ahead(self) -> None:
-        """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
-        some or has pages on the host."""
-        device = self._runtime.device
-        governor = governors.known(self._runtime)
-        standing = None if governor is None else governor.standing()
+    def _read_changes(self) -> bool:
+        """Reads the ledger if it has changed, or may have: see Note [A part that the ledger lacks]. Returns whether it
+        seems unchanged. BudgetInUse: what the ledger lacks is tried again later."""
         now, stamp = self._clock(), self.ledger.stamp
         same = stamp == self._stamp
         if not same or now >= self._reread:
             self._stamp, self._reread = stamp, now + self._tuning.reread
-            self._see(self.ledger.read())
+            parts, me = self.ledger.read(), os.getpid()
+            self._see(parts)
+            if (me not in parts.parts or parts.parts[me].nbytes != self.part) and self._moving.acquire(blocking=False):
+                try:
+                    renew = partial(self.ledger.renew, me, self._runtime.number, self.floor, self._total, self.part)
+                    part = renew(self._runtime.device.page_size)
+                    if part < self.part:
+                        self._ask_others(self.part, True)
+                        part = renew(self._runtime.device.page_size)
+                    if part < self.part:
+                        self._lower(max(part, self.floor), self._tuning.patience)
+                finally:
+                    self._moving.release()
+        return same
+
+    def _keep_ahead(self) -> None:
+        """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
+        some or has pages on the host."""
+        same = self._read_changes()
+        device = self._runtime.device
+        governor = governors.known(self._runtime)
+        standing = None if governor is None else governor.standing()
+        now = self._clock()
         active = standing if standing is not None and standing.active else None
         lacking = self._lacks + (0 if active is None else active.away * device.page_size)
         slack, wanted = self._total // self._tuning.step, self.part + lacking
@@ -355,6 +377,8 @@ class Share:
 
     def _see(self, now: SharedParts) -> None:
         """Notes a new total, and what other processes keep."""
+        if now.total is None:  # the ledger is gone: see Note [A part that the ledger lacks]
+            return
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
         self._free = now.free // page
@@ -475,7 +499,7 @@ def _end() -> None:
 def _forget() -> None:
     for runtime in devices.every():
         if isinstance(runtime.shared, Share):
-            runtime.shared.forget()
+            runtime.shared._closed = True  # the child of a fork has no part
             runtime.shared = None
 
 

@@ -327,7 +327,9 @@ class Saver:
                 self._known = now.weights, digest
             salt = self._known[1] + now.settings
             if salt not in self._folders:
-                self._folders[salt] = PrefixFiles(self._directory, self._limit, salt)
+                self._folders[salt] = PrefixFiles(
+                    self._directory, self._limit, salt, self._governor.clock, self._tuning
+                )
             return self._folders[salt]
 
 

@@ -9,12 +9,15 @@ Note [Two files]
     A server runs for months, and each replica adds some kilobytes per second. So a file that has reached its size limit
     is renamed, replacing the file before it, and another one is begun: the latest part of the log is kept, between one
     and two times the limit. As long as nothing was replaced, both files together are the whole log, and are read so.
+    A disk that is full leaves a gap: once there is room another file is begun, which says how many decisions came
+    before it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from io import TextIOWrapper
+from contextlib import suppress
 from pathlib import Path
 
 from ...allocator.errors import ManageError
@@ -126,58 +129,81 @@ class DecisionFile:
     """Writes entries, when called with them. Lines are flushed at once, so they survive the end of the process. Call
     `close` at the end."""
 
-    def __init__(self, path: Path, say: Callable[[str], object], most: int | None = None) -> None:
-        """Begins a new file. `say`: called with a line if the log ends early, as a full disk must not end the server;
-        `most`: bytes of a file, see Note [Two files]; None: no limit. ManageError where the file cannot be written."""
+    def __init__(
+        self,
+        path: Path,
+        say: Callable[[str], object],
+        most: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tuning: Timelines = DEFAULT.timeline,
+    ) -> None:
+        """Begins a new file. `say`: called with a line where it cannot be written to, as a full disk must not end the
+        server; `most`: bytes of a file, see Note [Two files]; None: no limit; `clock`: seconds. ManageError where the
+        file cannot be written."""
         self._path = path
         self._say = say
         self._most = most
-        self._broken = False
+        self._clock = clock
+        self._tuning = tuning
+        self._closed = False
+        self._rests: float | None = None  # until then nothing is written, as it failed
         self._written = 0  # bytes of this file
         self._decisions = 0  # of all files
         self._setup: Setup | None = None
         try:
-            self._file = self._opened()
+            self._file = path.open("wb", buffering=0)
             _earlier(path).unlink(missing_ok=True)
         except OSError as error:
             raise ManageError(f"no log of decisions can be written to {path}: {error.strerror}") from None
 
     def __call__(self, entry: Entry) -> None:
         """Writes an entry."""
-        if self._broken or self._file.closed:
+        if self._closed:
             return
         try:
-            if self._most is not None and self._written >= self._most:
+            if self._rests is not None and self._clock() >= self._rests:
                 self._rotate()
-            self._write(entry)
+                self._rests = None
+            elif self._most is not None and self._written >= self._most:
+                self._rotate()
+            if self._rests is None:
+                self._write(entry)
         except OSError as error:
-            self._broken = True
-            self._say(f"the log of decisions ends here: {self._path} cannot be written to: {error.strerror}")
+            if self._rests is None:
+                self._say(f"decisions are not logged for now: {self._path} cannot be written to: {error.strerror}")
+            self._rests = self._clock() + self._tuning.rest
         if isinstance(entry, Setup):
             self._setup = entry
         self._decisions += isinstance(entry, Decision)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
-        try:
-            self._file.close()
-        except OSError:
-            self._broken = True  # buffered bytes cannot be written
-
-    def _opened(self) -> TextIOWrapper:
-        return self._path.open("w", encoding="utf-8", buffering=1)
+        self._closed = True
+        self._file.close()
 
     def _rotate(self) -> None:
-        """Renames the file, and begins the next one. OSError."""
+        """Renames the file, unless it is empty, and begins the next one. OSError."""
         self._file.close()
-        self._path.replace(_earlier(self._path))
-        self._file, self._written = self._opened(), 0
+        if self._written:
+            self._path.replace(_earlier(self._path))
+            self._written = 0
+        self._file = self._path.open("wb", buffering=0)
         self._write(Continued(self._decisions))
         if self._setup is not None:
             self._write(self._setup)
 
     def _write(self, entry: Entry) -> None:
-        self._written += self._file.write(to_line(entry) + "\n")  # characters, which are bytes: JSON escapes others
+        """Writes a line, as a whole or not at all. OSError."""
+        line = f"{to_line(entry)}\n".encode()
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with suppress(OSError):  # a device, which has no length
+                self._file.truncate(self._written)
+            raise
+        self._written += len(line)
 
 
 def read_decisions(path: Path) -> list[Entry]:

@@ -262,6 +262,9 @@ class Prefixes:
     reads: int = 8
     # Requests that compute what files have until it is tried again how fast those are. Chosen.
     again: int = 16
+    # Seconds until a folder that could not be written to is tried again. Chosen: a disk that is full stays so for a
+    # while.
+    rest: float = 60.0
     # Tokens of a state, and of those computed behind it, by which it is seen whether a model goes on from one. Chosen:
     # few, as the model runs on them four times.
     proof: tuple[int, int] = (4, 3)
@@ -333,6 +336,10 @@ class Timelines:
     batches: int = 20_000
     # Bars of a server with replicas, the first ones: some minutes of its microbatches.
     bars: int = 50_000
+    # Seconds between tries to write to a full disk, and tries of what is written at the end. Chosen: somebody who is
+    # told of it has a minute to make room.
+    rest: float = 2.0
+    tries: int = 30
 
 
 @dataclass(frozen=True, slots=True)

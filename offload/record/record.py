@@ -31,14 +31,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
+from ...allocator.errors import NotTrusted
+from ...allocator.trusted import TrustedFolder, tell
 from ..policy.plan import Costs, meeting
 from ..policy.tuning import DEFAULT, Records
 
@@ -230,22 +230,19 @@ def save(record: Record, path: Path) -> None:
         **({"copying": record.copying} if record.copying else {}),
     }
     text = json.dumps({"format": FORMAT, "checksum": _checksum(content), **content}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".record-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    TrustedFolder(path.parent).write(path.name, f"{text}\n".encode())
 
 
 def load(path: Path, key: Mapping[str, str]) -> Record:
-    """Reads the record. RecordMissing; RecordDamaged; Unusable where it is of another version, or for another key."""
+    """Reads the record. RecordMissing; RecordDamaged; Unusable where it is of another version, for another key, or not
+    trusted."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(TrustedFolder(path.parent, make=False).read(path.name))
     except (FileNotFoundError, NotADirectoryError):
         raise RecordMissing(f"there is none yet in {path}") from None
+    except NotTrusted as error:
+        tell(str(error))
+        raise Unusable(f"{path} is not trusted") from None
     except (OSError, ValueError) as error:
         raise RecordDamaged(f"{path} cannot be read: {error}") from error
     if not isinstance(document, dict):

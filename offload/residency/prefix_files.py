@@ -22,8 +22,9 @@ Note [Used last]
     for the limit is worked out in policy/prefixes.py.
 
 Note [Warned once]
-    No error here fails a request. A folder that cannot be written to gets one warning, and then is only read; a file
-    that is damaged gets one, is removed where that is possible, and never looked at again.
+    No error here fails a request. A folder that cannot be written to, as on a full disk, gets one warning, and is tried
+    again after a while; a file that is damaged gets one, is removed where that is possible, and never looked at again.
+    Folder and files that another user may have written get one, too, and are neither read nor written (trusted.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -48,8 +50,10 @@ from typing import Final
 
 import numpy as np
 
-from ...allocator.errors import WeightsFileError
+from ...allocator.errors import NotTrusted, WeightsFileError
+from ...allocator.trusted import TrustedFolder, tell
 from ..policy.prefixes import Stored, StoredPart, before, leaving
+from ..policy.tuning import DEFAULT, Prefixes
 from .weights_file import METADATA, TICK, TensorEntry, read_header, read_metadata
 
 FORMAT: Final = "ballonet prefix 1"
@@ -244,7 +248,15 @@ class PrefixFiles:
     Nothing is raised for what is wrong with the folder or in it: a RuntimeWarning says it once.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], limit: int | None, salt: bytes) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        limit: int | None,
+        salt: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        tuning: Prefixes = DEFAULT.prefixes,
+    ) -> None:
+        """`clock`: seconds."""
         self.directory: Final = Path(directory)
         self.limit: Final = limit
         self._salt = salt
@@ -253,12 +265,16 @@ class PrefixFiles:
         self._holders: dict[bytes, str] = {}  # by key: the file that holds the block
         self._seen = -1  # the folder's time when it was looked through, -1: it has to be
         self._bad: set[tuple[str, int, int]] = set()  # that are not to be looked at: name, inode, last use
-        self._writing = True
+        self._clock = clock
+        self._tuning = tuning
+        self._writing = -math.inf  # the time from which on it is written
+        self._told = False  # that it cannot be written to
         self._number = 0
+        self._folder: TrustedFolder | None = None
         try:
-            self.directory.mkdir(0o700, parents=True, exist_ok=True)
+            self._opened_folder()
         except OSError as error:
-            self._no_more(error)
+            self._rest(error)
 
     def keys(self) -> set[bytes]:
         """The keys of the blocks that are in files."""
@@ -293,16 +309,17 @@ class PrefixFiles:
         with self._lock:
             self._seen = -1  # the folder is read anew: others may have used files since
             self._look()
-            if not self._writing or (self.limit is not None and size > self.limit):
+            if self._clock() < self._writing or (self.limit is not None and size > self.limit):
                 return False
             there = name in self._files
             if not (there or self._make_room(size, {file.name for file in before(self._files.values(), part)})):
                 return False
         try:
             if not there:
-                self._write(name, packing)
+                self._write(self._opened_folder(), name, packing)
+                self._told = False
         except OSError as error:
-            self._no_more(error)
+            self._rest(error)
             return False
         with suppress(OSError):  # it may be gone already, or be another user's
             self._use(name)
@@ -322,7 +339,7 @@ class PrefixFiles:
             return None
         path = self.directory / file.name
         try:
-            with _opened(path) as fd:
+            with _opened(self._opened_folder(), file.name) as fd:
                 saved = read(str(path), fd, room)
             if saved.part.salt != self._salt or key not in saved.part.keys:
                 raise PrefixDamaged("it does not hold what it seemed to hold")
@@ -334,6 +351,9 @@ class PrefixFiles:
                 self._discard(file.name, file.inode, file.used, str(damage))
         except (OtherFormat, FileNotFoundError):
             self._forget(file)
+        except NotTrusted as error:
+            self._forget(file)
+            tell(str(error))
         except OSError as error:
             self._forget(file)
             with self._lock:
@@ -353,40 +373,52 @@ class PrefixFiles:
 
     def _look(self) -> None:
         """Reads the folder unless it is as it was. See Note [Crash-safe without a lock]."""
+        files = dict[str, Stored]()
         try:
-            now, when = time.time_ns(), os.stat(self.directory).st_mtime_ns
+            folder = self._opened_folder()
+            now, when = time.time_ns(), os.fstat(folder.fd).st_mtime_ns
             if when == self._seen:
                 return
-            entries = {entry.name: entry for entry in os.scandir(self.directory)}
+            with os.scandir(folder.here) as entries:
+                for entry in entries:
+                    if _ASIDE.fullmatch(entry.name):
+                        self._clean(folder, entry.name)
+                    elif _NAME.fullmatch(entry.name) and (file := self._found(folder, entry)) is not None:
+                        files[entry.name] = file
         except OSError:  # what it had is gone with it
-            entries, now, when = {}, 0, -1
-        files = {}
-        for name in filter(_NAME.fullmatch, entries):
-            if (file := self._told(name, entries[name])) is not None:
-                files[name] = file
-        for name in filter(_ASIDE.fullmatch, entries):
-            self._clean(name)
+            files, now, when = {}, 0, -1
         self._files = files
         self._index()
         # a change in the same tick of the file system's clock would go unseen
         self._seen = when if now - when > TICK else -1
 
-    def _told(self, name: str, entry: os.DirEntry[str]) -> Stored | None:
+    def _opened_folder(self) -> TrustedFolder:
+        """Opens the folder, unless it is open; one that was never there is made. NotTrusted, OSError."""
+        if self._folder is None or not self._folder.is_in_place:
+            self._folder = TrustedFolder(self.directory, make=self._folder is None, private=False)
+            self._seen = -1
+        return self._folder
+
+    def _found(self, folder: TrustedFolder, entry: os.DirEntry[str]) -> Stored | None:
+        name = entry.name
         try:
             status = entry.stat(follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode) or (name, status.st_ino, status.st_mtime_ns) in self._bad:
                 return None
             known = self._files.get(name)
-            part = known.part if known is not None and known.inode == status.st_ino else self._part(name)
+            part = known.part if known is not None and known.inode == status.st_ino else self._part(folder, name)
             return Stored(name, status.st_ino, status.st_size, status.st_mtime_ns, part)
         except PrefixDamaged as damage:
             self._discard(name, status.st_ino, status.st_mtime_ns, str(damage))
+        except NotTrusted as error:
+            self._bad.add((name, status.st_ino, status.st_mtime_ns))
+            tell(str(error))
         except OSError:  # gone meanwhile, or not for us
             pass
         return None
 
-    def _part(self, name: str) -> StoredPart | None:
-        with _opened(self.directory / name) as fd, suppress(OtherFormat):
+    def _part(self, folder: TrustedFolder, name: str) -> StoredPart | None:
+        with _opened(folder, name) as fd, suppress(OtherFormat):
             return read_part(name, fd)
         return None
 
@@ -394,11 +426,11 @@ class PrefixFiles:
         ours = (file for file in self._files.values() if file.part is not None and file.part.salt == self._salt)
         self._holders = {key: file.name for file in ours if file.part is not None for key in file.part.keys}
 
-    def _clean(self, name: str) -> None:
+    def _clean(self, folder: TrustedFolder, name: str) -> None:
         """Removes a file written aside if no process writes it any more."""
-        with suppress(OSError), _opened(self.directory / name) as fd:
+        with suppress(OSError), _opened(folder, name) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(self.directory / name)
+            os.unlink(folder.here / name)
 
     def _forget(self, file: Stored) -> None:
         """Forgets a file that is not what it was."""
@@ -412,7 +444,8 @@ class PrefixFiles:
         self._files.pop(name, None)
         self._index()
         try:
-            os.unlink(self.directory / name)
+            folder = self._opened_folder()
+            os.unlink(folder.here / name)
             done = "was removed"
         except OSError as error:
             self._bad.add((name, inode, used))
@@ -422,31 +455,30 @@ class PrefixFiles:
 
     # -- writing
 
-    def _write(self, name: str, packing: Sequence[memoryview]) -> None:
+    def _write(self, folder: TrustedFolder, name: str, packing: Sequence[memoryview]) -> None:
         """Writes a file aside and renames it. See Note [Crash-safe without a lock]. OSError."""
-        fd, aside = self._aside(name)
+        fd, aside = self._aside(folder, name)
         try:
             write(fd, packing)
             os.fsync(fd)
-            os.replace(aside, self.directory / name)
+            os.replace(folder.here / aside, folder.here / name)
         except BaseException:
             with suppress(OSError):
-                os.unlink(aside)
+                os.unlink(folder.here / aside)
             raise
         finally:
             os.close(fd)
-        with _opened(self.directory, 0) as folder:
-            os.fsync(folder)
+        os.fsync(folder.fd)
 
-    def _aside(self, name: str) -> tuple[int, Path]:
+    def _aside(self, folder: TrustedFolder, name: str) -> tuple[int, str]:
         """Makes a new file and locks it; makes it again where another process took it for a dead writer's before it was
         locked."""
         while True:
             with self._lock:
                 self._number += 1
                 number = self._number
-            aside = self.directory / f".{name.removesuffix('.safetensors')}.{os.getpid()}.{number}.part"
-            fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            aside = f".{name.removesuffix('.safetensors')}.{os.getpid()}.{number}.part"
+            fd = folder.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 with suppress(OSError):  # a file system without locks: what a dead writer leaves there stays
                     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -459,8 +491,8 @@ class PrefixFiles:
 
     def _use(self, name: str) -> None:
         """Sets the time of the file's last use to now. OSError."""
-        now = time.time_ns()
-        os.utime(self.directory / name, ns=(now, now))
+        now, folder = time.time_ns(), self._opened_folder()
+        os.utime(folder.here / name, ns=(now, now))
         with self._lock:
             if name in self._files:
                 self._files[name] = replace(self._files[name], used=now)
@@ -480,14 +512,19 @@ class PrefixFiles:
         self._files.pop(name, None)
         self._seen = -1
         with suppress(OSError):  # then it is found again
-            os.unlink(self.directory / name)
+            folder = self._opened_folder()
+            os.unlink(folder.here / name)
 
-    def _no_more(self, error: OSError) -> None:
+    def _rest(self, error: OSError) -> None:
+        """Writes nothing for a while."""
         with self._lock:
-            first, self._writing = self._writing, False
-        if first:
+            first, self._told = not self._told, True
+            self._writing = self._clock() + self._tuning.rest
+        if isinstance(error, NotTrusted):
+            tell(str(error))
+        elif first:
             why = error.strerror or str(error)
-            text = f"prefixes are no longer stored in {self.directory} ({why}): what is there is still used"
+            text = f"prefixes are not stored in {self.directory} for now ({why}): what is there is still used"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
@@ -497,8 +534,8 @@ def _name(part: StoredPart) -> str:
 
 
 @contextmanager
-def _opened(path: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+def _opened(folder: TrustedFolder, name: str) -> Iterator[int]:
+    fd = folder.open(name)
     try:
         yield fd
     finally:

@@ -4,10 +4,12 @@ file: a trace for Perfetto and Chrome, or a picture.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -19,6 +21,7 @@ from typing import Any, Final, Literal, TypeVar
 from ...allocator.errors import ConfigError
 from ...allocator.events import Counts, LoggedEvent
 from ...allocator.units import format_size, format_time
+from ..policy.tuning import DEFAULT, Timelines
 
 OWNERS = ("free", "weights", "activations", "kv", "retiring")
 COLOURS: Final = {  # of owners, from the bottom up where they are stacked
@@ -321,16 +324,33 @@ def is_picture(path: str) -> bool:
 def write(recording: SeriesRecording, path: str) -> None:
     """Writes the recording as the suffix says. OSError, ConfigError."""
     if is_picture(path):
-        draw_recording(path, recording)
+        written(lambda: draw_recording(path, recording), path)
     else:
-        put(as_trace(recording), path)
+        written(lambda: put(as_trace(recording), path), path)
+
+
+def written(act: Callable[[], object], path: str, tuning: Timelines = DEFAULT.timeline) -> None:
+    """Writes a file by `act`; where the disk is full says so on stderr, and tries again for a while. OSError."""
+    for left in range(tuning.tries, -1, -1):
+        try:
+            act()
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not left:
+                raise
+            if left == tuning.tries:
+                seconds = format_time(tuning.tries * tuning.rest)
+                print(f"ballonet: there is no room for {path}: it is tried again for {seconds}", file=sys.stderr)
+            time.sleep(tuning.rest)
 
 
 def put(text: str, path: str) -> None:
     """Writes a file all at once: a reader sees the old file or the new one. OSError."""
     part = f"{path}.{os.getpid()}.part"
+    Path(part).unlink(missing_ok=True)
     try:
-        Path(part).write_text(text, encoding="utf-8")
+        with open(part, "x", encoding="utf-8") as file:  # no link that another user has put there is followed
+            file.write(text)
         os.replace(part, path)
     finally:
         Path(part).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from .file import is_picture, picture, put
+from .file import is_picture, picture, put, written
 
 REQUESTS: Final = "requests"
 
@@ -99,6 +99,6 @@ def draw(path: str, recording: FleetRecording) -> None:
 def write(recording: FleetRecording, path: str) -> None:
     """Writes the recording as the suffix says. ConfigError, OSError."""
     if is_picture(path):
-        draw(path, recording)
+        written(lambda: draw(path, recording), path)
     else:
-        put(as_trace(recording), path)
+        written(lambda: put(as_trace(recording), path), path)

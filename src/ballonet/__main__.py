@@ -6,9 +6,11 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or bad input. Those of `run` are the
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from . import __version__
+from .allocator.config import change_environment
 from .allocator.errors import BallonetError, ConfigError, PoolExhausted, TraceError
 from .cli import measure, plan, processes, run, serve
 
@@ -16,6 +18,8 @@ from .cli import measure, plan, processes, run, serve
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     args = _parser().parse_args(argv)
+    if folders := vars(args).get("trust_folder"):
+        change_environment({"BALLONET_TRUST_FOLDER": os.pathsep.join(map(os.path.abspath, folders))})
     try:
         program = args.command(args)
     except (BallonetError, PoolExhausted) as error:

@@ -24,8 +24,10 @@ ALONE = {
 }
 SECONDS = 900  # that what was killed may take to end
 SERVER = """
-import contextlib, gc, json, os, signal, sys
+import contextlib, gc, json, os, pathlib, signal, sys
 import pytest, tests.models
+
+import ballonet.allocator.config
 
 with contextlib.suppress(ImportError):  # a machine that serves nothing lacks what it takes
     import ballonet.hooks.server.server
@@ -52,6 +54,8 @@ for path, flags, places in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY |
     os.close(opened)
 os.environ.clear()
 os.environ.update(environment)
+if runtime := environment.get("XDG_RUNTIME_DIR"):  # as in the process of the tests, see conftest.py
+    ballonet.allocator.config.LEDGERS = pathlib.Path(runtime)
 exec(compile(program, "<scene>", "exec"), {"__name__": "__main__"})
 """
 

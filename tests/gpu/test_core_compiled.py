@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ballonet.allocator import companion, cuda_headers
+from ballonet.allocator.trusted import TrustedFolder
 
 pytestmark = pytest.mark.gpu
 
@@ -87,4 +88,4 @@ def test_companion_compiles_with_the_headers_of_pips_torch(tmp_path: Path, monke
             (pips / header.name).symlink_to(header)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cuda_headers.find(cuda) == (pips, "")
-    assert companion.build(tmp_path / "cache", companion.TORCH_ALLOCATOR).is_file()
+    assert companion.build(TrustedFolder(tmp_path / "cache"), companion.TORCH_ALLOCATOR).path.is_file()

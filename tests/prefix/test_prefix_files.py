@@ -22,8 +22,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from ballonet.offload.policy.prefixes import Stored, StoredPart, before, leaving
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import prefix_files
 from ballonet.offload.residency.prefix_files import Array, OtherFormat, PrefixDamaged, PrefixFiles
+
+from ..tuned import Clock
 
 pytestmark = pytest.mark.chaos
 
@@ -68,8 +71,13 @@ def only(folder: Path) -> Path:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> PrefixFiles:
-    return PrefixFiles(tmp_path / "prefixes", None, SALT)
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def files(tmp_path: Path, clock: Clock) -> PrefixFiles:
+    return PrefixFiles(tmp_path / "prefixes", None, SALT, clock)
 
 
 def size_of_one(folder: Path, after: bytes = b"") -> int:
@@ -301,6 +309,7 @@ CRASH = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import prefix_files
 from ballonet.offload.residency.prefix_files import Array
 folder, steps = Path(sys.argv[1]), ("open", "pwrite", "fsync", "replace", "utime", "unlink", "close", "fstat")
@@ -422,26 +431,29 @@ def test_a_new_file_that_was_taken_for_a_dead_writer_s_is_made_again(
 
 
 @pytest.mark.parametrize("step", ["open", "pwrite", "fsync", "replace"])
-def test_a_folder_that_cannot_be_written_to_is_said_once_and_read(
-    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch, step: str
+def test_a_folder_that_cannot_be_written_to_is_said_once_and_tried_again_later(
+    files: PrefixFiles, clock: Clock, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     assert files.save(*run(0))
     real, fail = getattr(os, step), failing(errno.ENOSPC)
     writes = lambda *given: step != "open" or bool(given[1] & os.O_CREAT)  # noqa: E731
     monkeypatch.setattr(os, step, lambda *given, **more: (fail if writes(*given) else real)(*given, **more))
-    with pytest.warns(RuntimeWarning, match="no longer stored in .* what is there is still used") as said:
+    with pytest.warns(RuntimeWarning, match="not stored in .* for now .*: what is there is still used") as said:
         assert not files.save(*run(1))
     assert len(said) == 1
     assert len(names(files.directory)) == 1, "nothing is left aside"
     monkeypatch.undo()
-    assert not files.save(*run(2)), "never again"
+    assert not files.save(*run(2)), "not at once"
     assert files.keys() == {key(0)}
     assert same(files.load(key(0)), 0)
+    clock.now += DEFAULT.prefixes.rest
+    assert files.save(*run(2)), "there is room again"
+    assert files.keys() == {key(0), key(2)}
 
 
 def test_a_folder_that_is_none_or_that_goes_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.warns(RuntimeWarning, match="no longer stored"):
+    with pytest.warns(RuntimeWarning, match="not stored in"):
         files = PrefixFiles(tmp_path / "file", None, SALT)
     assert files.keys() == set()
     assert not files.save(*run(0))
@@ -454,7 +466,7 @@ def test_a_folder_that_is_none_or_that_goes_is_no_error(tmp_path: Path) -> None:
     files.directory.rmdir()
     assert files.keys() == set()
     assert files.load(key(0)) is None
-    with pytest.warns(RuntimeWarning, match="no longer stored"):
+    with pytest.warns(RuntimeWarning, match="not stored in"):
         assert not files.save(*run(0))
 
 

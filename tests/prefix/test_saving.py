@@ -221,7 +221,7 @@ def test_damage_and_a_full_disk_are_misses(tmp_path: Path, monkeypatch: pytest.M
         say(model, longer(longer(FIRST)))
         assert store.flush(60)
     told = [str(warning.message) for warning in said]
-    assert [sum(what in message for message in told) for what in ("is damaged", "no longer stored")] == [1, 1]
+    assert [sum(what in message for message in told) for what in ("is damaged", "not stored in")] == [1, 1]
 
 
 def test_requests_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

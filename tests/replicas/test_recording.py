@@ -5,9 +5,12 @@ timeline of all processes on one clock.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -107,6 +110,55 @@ def test_a_log_that_cannot_be_written_is_refused_and_one_that_breaks_ends_nothin
     file.close()
     assert len(said) == 1
     assert "No space left" in said[0]
+
+
+class SmallDisk:
+    """Files for whose lines there is so much `room`, in bytes; a line that does not fit is written in part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = 10**9
+        disk, real = self, Path.open
+
+        class File(io.FileIO):
+            def write(self, data: Any) -> int:
+                if not disk.room:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                part = data[: disk.room]
+                disk.room -= len(part)
+                return super().write(part)
+
+        def opened(path: Path, mode: str = "r", *given: Any, **more: Any) -> Any:
+            return File(path, mode) if mode == "wb" else real(path, mode, *given, **more)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.mark.parametrize("room", [0, 7, 10**9])
+def test_a_log_on_a_full_disk_goes_on_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """No line is cut, and the part after the gap says how many decisions came before it."""
+    disk, clock, said, path = SmallDisk(monkeypatch), Clock(), list[str](), tmp_path / "log"
+    file = DecisionFile(path, said.append, clock=clock)
+    for entry in ENTRIES[:2]:
+        file(entry)
+    disk.room = 7
+    file(ENTRIES[2])
+    disk.room = 10**9
+    file(ENTRIES[3])
+    assert read_decisions(path) == ENTRIES[:2], "not at once"
+    clock.now += DEFAULT.timeline.rest
+    if room < 10**9:
+        disk.room = room
+        file(ENTRIES[3])
+        assert read_decisions(path) == []
+        disk.room = 10**9
+        clock.now += DEFAULT.timeline.rest
+    file(ENTRIES[4])
+    file.close()
+    assert read_decisions(path) == [Continued(3 if room == 10**9 else 4), ENTRIES[0], ENTRIES[4]]
+    assert read_decisions(tmp_path / "log.1") == ENTRIES[:2]
+    assert len(said) == 1
 
 
 def test_a_long_log_is_cut_and_its_latest_part_is_kept(tmp_path: Path) -> None:

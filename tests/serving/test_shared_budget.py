@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from ballonet.__main__ import main
 
-from ..sharing import Watcher
+from ..sharing import Watcher, share_in
 from .test_server import Serving, by_stock
 
 MIB = 2**20
@@ -27,7 +27,7 @@ PROMPTS = [" ".join(f"w{3 + (7 * first + n * n) % 80}" for n in range(300)) for 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Serving]]:
     """Both idle. They have ended well after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     started = list[Serving]()
     try:
         for share in (f"{TOTAL}", "on"):

@@ -13,7 +13,7 @@ from ballonet.allocator import control
 from ballonet.hooks.device import shared_total
 
 from ..models import build
-from ..sharing import Process
+from ..sharing import Process, share_in
 from ..tuned import Tuned
 from .batches import PAGE, looping, prompts, stock
 from .test_trouble import Lacking
@@ -26,7 +26,7 @@ def test_waiting_requests_get_the_pages_of_an_idle_process(
     tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However few looks a request may wait for: others are asked first."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     tuned(serving={"lonely": 1}, sharing={"dwell": 0.0, "patience": 60.0, "answer": 60.0})
     model = build("llama", num_hidden_layers=12, max_position_embeddings=2048)
     asked = [3 + n * n % 50 for n in range(1600)]
@@ -52,7 +52,7 @@ def test_a_lone_step_that_finds_no_memory_is_tried_again_while_others_have_some(
 ) -> None:
     """Never, and the request fails once halves of its tokens and then single ones were tried; the next one has its own
     tries, and finds some after two."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    share_in(tmp_path, monkeypatch)
     tuned(serving={"lonely": 1, "tries": 2})
     model, asked = build("llama", num_hidden_layers=4), prompts(1, 20)[0]
     expected = stock(model, [asked], 6)[0]

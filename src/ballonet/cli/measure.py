@@ -58,10 +58,13 @@ def _preflight(args: argparse.Namespace) -> None:
     from ..allocator import device_choice, findings
     from ..allocator.config import cache_dir
     from ..allocator.preflight import run
+    from ..allocator.trusted import TrustedFolder
     from ..allocator.units import steps
 
     config = Config.from_env()
     target = device_choice.choose(config)
+    if not args.no_save:
+        TrustedFolder(cache_dir(config))  # before anything takes its time
     with steps("asking", len(run.PROBES)) as told:
         result = run.preflight(target, begun=told)
     kept = None if args.no_save else findings.save(cache_dir(config), result["key"], result)

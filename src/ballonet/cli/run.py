@@ -32,6 +32,13 @@ def add_options(group: Any) -> None:
     """Adds a flag for each option of `manage()`."""
     for option in OPTIONS:
         _add_option(group, option)
+    group.add_argument(
+        "--trust-folder",
+        metavar="DIR",
+        action="append",
+        help="a volume that several users share, in which everything is taken for trusted; may be given several times "
+        "(BALLONET_TRUST_FOLDER)",
+    )
 
 
 def _run(args: argparse.Namespace) -> Callable[[], None]:
