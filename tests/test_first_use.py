@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,7 +241,7 @@ def test_the_extension_loads_twice_and_unloads(
     assert capsys.readouterr().out == ""
 
 
-def test_the_extension_installs_and_removes_the_pool() -> None:
+def test_the_extension_installs_and_removes_the_pool(tmp_path: Path) -> None:
     code = """
         from IPython.core.interactiveshell import InteractiveShell
         import ballonet
@@ -255,8 +256,8 @@ def test_the_extension_installs_and_removes_the_pool() -> None:
         except ballonet.BallonetError as error:
             print(error)
     """
-    variables = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "PATH": os.environ["PATH"], "HOME": "/tmp"}
-    done = programs.python("-c", textwrap.dedent(code), variables=variables)
+    variables = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "PATH": os.environ["PATH"]}
+    done = programs.python("-c", textwrap.dedent(code), variables=variables | {"HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(f"{64 * 2**20}\n") == 2
     assert "not installed" in done.stdout.splitlines()[-1]

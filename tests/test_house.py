@@ -309,6 +309,7 @@ PROCESS = {
     "allocator/install.py": "_installed _lock _warned",  # torch has one allocator; a warning is given once
     "allocator/interrupts.py": "_watched",  # Python calls back only as long as somebody keeps the reference
     "allocator/devices.py": "_runtimes",  # the registry of runtimes by number, where what users call looks
+    "allocator/trusted.py": "tell",  # a warning is given once per text and process
     "allocator/versions.py": "_told",  # a warning is given once per process
     "allocator/shared_ledger.py": "_here",  # locks of files are of a process, this one is between threads
     "hooks/batching/seams.py": "_attached _thread why_stock",  # transformers' names are replaced once

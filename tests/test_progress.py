@@ -80,7 +80,7 @@ def halvings(asked: Sequence[tuple[int, int]]) -> int:
 
 @given(lengths, st.integers(1, 12), st.integers(1, BATCH))
 def test_all_requests_end_whatever_steps_succeed(asked: list[tuple[int, int]], requests: int, tokens: int) -> None:
-    """Those of so many requests or fewer, and so many tokens or fewer."""
+    """Steps of so many requests or fewer, and so many tokens or fewer."""
     loop = Loop(asked)
     loop.run(lambda sizes: len(sizes) > requests or sum(sizes.values()) > tokens)
     assert not loop.failed

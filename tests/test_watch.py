@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,7 +305,8 @@ def test_the_sockets_of_this_user_are_found(folder: Path, monkeypatch: pytest.Mo
     assert control.listening([folder]) == []
     folder.mkdir()
     for name in (f"{gone()}.sock", f"{ME}.sock", f"{os.getppid()}.sock", "x.sock", "note.txt"):
-        (folder / name).touch()
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(folder / name))
     assert control.listening([folder, folder]) == sorted([ME, os.getppid()])
     owner = control._owner
     monkeypatch.setattr(control, "_owner", lambda pid: os.geteuid() + 1 if pid == ME else owner(pid))

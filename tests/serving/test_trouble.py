@@ -88,7 +88,7 @@ def test_requests_of_a_step_that_finds_no_memory_begin_again(two: bool, schedule
 
 
 def test_a_request_that_is_alone_fails_and_those_after_it_are_answered(two: bool) -> None:
-    """Its third token finds no memory. Nor does any part of it that is computed again: 8 tokens, 4, 2, and one."""
+    """The third token finds no memory. Nor does any part that is computed again: 8 tokens, 4, 2, and one."""
     model, asked = build("llama", num_hidden_layers=4), prompts(4, 20)
     expected = stock(model, asked, 6)
     install(256)
