@@ -117,6 +117,7 @@ FACTS = {
     "hooks/replicas/on_ray.py": {"_FOREVER"},  # Ray's word
     "hooks/replicas/ray_node.py": {"_STORE"},  # Ray's minimum
     "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
+    "hooks/sampling/sampler.py": {"WORD"},  # bits of int32
     "hooks/server/answers.py": {"_IMPOSSIBLE"},  # OpenAI's
     "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/server/render_worker.py": {"_PDEATHSIG"},  # of Linux

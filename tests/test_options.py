@@ -18,7 +18,7 @@ import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import VARIABLES
+from ballonet.allocator.config import API_KEY, VARIABLES
 from ballonet.allocator.errors import AlreadyManaged, ConfigError, ManageError, OptionError
 from ballonet.hooks import loading, manage
 from ballonet.hooks.options import OPTIONS, ManageOptions, Option, given
@@ -190,6 +190,6 @@ def test_the_table_is_what_people_see() -> None:
         assert given({name: shown[name].default for name in names}) == {}, "its default is the table's"
     assert [field.name for field in fields(ManageOptions)] == names == list(EXAMPLES)
     documented = set(re.findall(r"^\| `(BALLONET_\w+)` \|", SETTINGS, re.MULTILINE))
-    assert documented == {*VARIABLES, *(option.variable for option in OPTIONS)}
+    assert documented == {API_KEY, *VARIABLES, *(option.variable for option in OPTIONS)}
     with pytest.raises(FrozenInstanceError):
         ManageOptions().interval = 3  # type: ignore[misc]

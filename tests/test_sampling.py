@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ballonet.hooks.sampling.sampler import Counts, Drawn, Row, draw, uniform
+from ballonet.hooks.sampling.sampler import Drawn, SampledRow, TokenCounts, draw, uniform
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 
 VOCABULARY = 97
@@ -33,11 +33,11 @@ def logits(rows: int, seed: int = 3) -> torch.Tensor:
 
 
 def sample(rows: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int], most: int = 64) -> list[int]:
-    asked = [Row(sampling, position) for sampling, position in zip(settings, positions, strict=True)]
+    asked = [SampledRow(sampling, position) for sampling, position in zip(settings, positions, strict=True)]
     return draw(rows, asked, most).tokens.tolist()
 
 
-def changed(row: torch.Tensor, asked: Row) -> torch.Tensor:
+def changed(row: torch.Tensor, asked: SampledRow) -> torch.Tensor:
     """The scores that a greedy row is chosen by, from the tokens that are chosen while the likeliest are ruled out."""
     order, bias = [], tuple(asked.sampling.bias)
     for _ in range(VOCABULARY):
@@ -90,22 +90,22 @@ def test_without_a_temperature_the_likeliest_is_chosen() -> None:
 
 def test_presence_and_frequency_count_the_answer_only() -> None:
     row, sampling = torch.randn(VOCABULARY), Sampling(presence=0.7, frequency=0.4)
-    counts = Counts(PROMPT, ANSWER, VOCABULARY, row.device)
+    counts = TokenCounts(PROMPT, ANSWER, VOCABULARY, row.device)
     expected = row.clone()
     for token in set(ANSWER):
         expected[token] -= 0.7 + 0.4 * ANSWER.count(token)
-    assert changed(row, Row(sampling, 8, 5, counts=counts)).equal(ranked(expected))
+    assert changed(row, SampledRow(sampling, 8, 5, counts=counts)).equal(ranked(expected))
 
 
 def test_repetition_is_that_of_transformers_over_prompt_and_answer() -> None:
     row = torch.randn(VOCABULARY)
-    counts = Counts(PROMPT, ANSWER, VOCABULARY, row.device)
+    counts = TokenCounts(PROMPT, ANSWER, VOCABULARY, row.device)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([PROMPT + ANSWER]), row[None].clone())[0]
-    assert changed(row, Row(Sampling(repetition=1.7), 8, 5, counts=counts)).equal(ranked(expected))
+    assert changed(row, SampledRow(Sampling(repetition=1.7), 8, 5, counts=counts)).equal(ranked(expected))
 
 
 def test_counts_grow_with_drawn_tokens() -> None:
-    grown, whole = (Counts(PROMPT, tokens, VOCABULARY, torch.device("cpu")) for tokens in (ANSWER[:2], ANSWER))
+    grown, whole = (TokenCounts(PROMPT, tokens, VOCABULARY, torch.device("cpu")) for tokens in (ANSWER[:2], ANSWER))
     for token in ANSWER[2:]:
         grown.add(torch.tensor([token]))
     assert grown.answer.equal(whole.answer)
@@ -117,14 +117,14 @@ def test_a_bias_is_added_to_the_logits() -> None:
     expected = row.clone()
     for token, by in bias:
         expected[token] += by
-    assert changed(row, Row(Sampling(bias=bias), 1)).equal(ranked(expected))
+    assert changed(row, SampledRow(Sampling(bias=bias), 1)).equal(ranked(expected))
 
 
 def test_ends_are_put_off_until_the_answer_is_long_enough() -> None:
     rows = logits(4)
     best = rows.argmax(-1).tolist()
     for answered in range(5):
-        asked = [Row(Sampling(least=3), 10 + answered, answered, (token, 0)) for token in best]
+        asked = [SampledRow(Sampling(least=3), 10 + answered, answered, (token, 0)) for token in best]
         tokens = draw(rows, asked, 8).tokens.tolist()
         assert all((token == end) == (answered >= 3) for token, end in zip(tokens, best, strict=True))
 
@@ -139,7 +139,7 @@ def mask_of(*tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_only_allowed_tokens_come(temperature: float) -> None:
     rows, allowed = logits(40), (0, 31, 32, 63, 96)
-    asked = [Row(Sampling(n, temperature), n, allowed=lambda: mask_of(*allowed)) for n in range(40)]
+    asked = [SampledRow(Sampling(n, temperature), n, allowed=lambda: mask_of(*allowed)) for n in range(40)]
     tokens = draw(rows, asked, 7).tokens.tolist()
     assert set(tokens) == set(allowed) if temperature else set(tokens) <= set(allowed)
     if not temperature:
@@ -147,7 +147,7 @@ def test_only_allowed_tokens_come(temperature: float) -> None:
 
 
 def test_an_end_that_alone_is_allowed_is_not_put_off() -> None:
-    asked = Row(Sampling(least=3, temperature=1.0), 4, 0, (7, 8), allowed=lambda: mask_of(7))
+    asked = SampledRow(Sampling(least=3, temperature=1.0), 4, 0, (7, 8), allowed=lambda: mask_of(7))
     assert draw(logits(1), [asked], 8).tokens.tolist() == [7]
 
 
@@ -159,10 +159,10 @@ def test_logprobs_are_the_model_s_own(temperature: float) -> None:
     rows = logits(6)
     expected = rows.log_softmax(-1)
     changes = {"bias": ((5, 30.0),), "presence": 2.0}
-    counts = [Counts(PROMPT, ANSWER, VOCABULARY, rows.device) for _ in range(6)]
+    counts = [TokenCounts(PROMPT, ANSWER, VOCABULARY, rows.device) for _ in range(6)]
     wanted = [0, 3, None, 1, 200, 5]
     asked = [
-        Row(Sampling(n, temperature, logprobs=most, **changes), n, 5, counts=counts[n])  # type: ignore[arg-type]
+        SampledRow(Sampling(n, temperature, logprobs=most, **changes), n, 5, counts=counts[n])  # type: ignore[arg-type]
         for n, most in enumerate(wanted)
     ]
     drawn = draw(rows.half(), asked, 4)
@@ -236,7 +236,7 @@ def test_rows_do_not_depend_on_those_beside_them() -> None:
 
 def test_rows_behind_those_that_are_asked_for_get_the_likeliest() -> None:
     rows = logits(5)
-    assert draw(rows, [Row(SETTINGS[0], 3)], 8).tokens[1:].equal(rows[1:].argmax(-1))
+    assert draw(rows, [SampledRow(SETTINGS[0], 3)], 8).tokens[1:].equal(rows[1:].argmax(-1))
 
 
 def test_a_draw_depends_on_seed_and_position() -> None:
@@ -267,7 +267,7 @@ def test_numbers_depend_on_seed_and_position_and_fill_the_interval() -> None:
 def test_what_is_told_has_the_rows_order() -> None:
     rows = logits(9)
     wanted: list[int | None] = [2, None, 1, 0, None, 2, 3, None, 1]
-    asked = [Row(Sampling(n, (n % 2) * 1.0, logprobs=most), n) for n, most in enumerate(wanted)]
+    asked = [SampledRow(Sampling(n, (n % 2) * 1.0, logprobs=most), n) for n, most in enumerate(wanted)]
     drawn: Drawn = draw(rows, asked, 2)
     assert [chosen.token for chosen in drawn.told(drawn.tokens.tolist())] == drawn.tokens.tolist()
     assert [len(chosen.likeliest) for chosen in drawn.told(drawn.tokens.tolist())] == [most or 0 for most in wanted]

@@ -67,7 +67,7 @@ class ElasticScheduler(Scheduler):
         self._limits = math.inf, math.inf  # (seconds of the step, deadline): passing either misses an SLO
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._waited = cache.pages.client.governor.clock()  # when others waited last for the end of a batch
-        self._recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
+        self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -84,11 +84,11 @@ class ElasticScheduler(Scheduler):
             raise ManageError(f"request {state.request_id} has no tokens")
         if (slo := self.cache.model.slo) != NOTHING:
             self.slos.note(state.request_id, replace(slo, arrived=self.clock()), unless=True)
-        self._recorder.came(state)
+        self.recorder.came(state)
         sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
         if (why := self.memory.refusal(*sizes) or self.slos.impossible(*sizes)) is not None:
             self.slos.note(state.request_id, NOTHING)
-            self._recorder.ended(state, "refused")
+            self.recorder.ended(state, "refused")
             raise why
         super().add_waiting_request(state)
 
@@ -129,7 +129,7 @@ class ElasticScheduler(Scheduler):
     def _drop(self, state: Any) -> Any:
         del self.waiting_requests[state.request_id]
         self.waiting_requests_order.remove(state.request_id)
-        self._recorder.ended(state, "refused")
+        self.recorder.ended(state, "refused")
         return state
 
     def _process_candidates(
@@ -180,7 +180,7 @@ class ElasticScheduler(Scheduler):
         away = self.cache.pages.client.read_displaced
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
-            self._recorder.batch(
+            self.recorder.batch(
                 (request.state for request in scheduled), sum(request.query_length for request in scheduled)
             )
         if self.waiting_requests or self.others_run():
@@ -203,7 +203,7 @@ class ElasticScheduler(Scheduler):
             self.memory.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
         self._step = (self._next, now) if prepared else None
         if not prepared:
-            self._recorder.rests()
+            self.recorder.rests()
         elif self._idle.passed(self._needed) and self._idle.gives(self.memory.idle, self._streams):
             self._trim()
         if self.has_pending_requests():
@@ -246,7 +246,7 @@ class ElasticScheduler(Scheduler):
     def finish_request(self, request_id: str) -> None:
         """Ends a request, and records that."""
         if (state := self.active_requests.get(request_id)) is not None:
-            self._recorder.ended(state)
+            self.recorder.ended(state)
         self.leave(request_id)
 
     def leave(self, request_id: str) -> None:
@@ -256,16 +256,12 @@ class ElasticScheduler(Scheduler):
         super().finish_request(request_id)
         self.slos.note(request_id, NOTHING)
 
-    def failed(self, state: Any) -> None:
-        """Records that a request fails, whether it runs or waits."""
-        self._recorder.ended(state, "failed")
-
     def clear_cancelled_requests(self) -> list[Any]:
         """Removes cancelled requests, and records that."""
         names = list(self._requests_to_cancel)
         states: list[Any] = super().clear_cancelled_requests()
         for state in states:
-            self._recorder.ended(state, "cancelled")
+            self.recorder.ended(state, "cancelled")
             self.slos.note(state.request_id, NOTHING)
             self.progress.forget(state.request_id)
         for name in names:
@@ -278,7 +274,7 @@ class ElasticScheduler(Scheduler):
 
     def wait_again(self, state: Any) -> None:
         """Queues a request that has run before."""
-        self._recorder.again(state)
+        self.recorder.again(state)
         super().add_waiting_request(state)
 
     def lose_step(self, sizes: Mapping[str, int], why: object = "") -> torch.OutOfMemoryError | None:
@@ -300,11 +296,6 @@ class ElasticScheduler(Scheduler):
             f"ballonet: no memory for token {state.current_len()} of request {name}, in {tries} steps of it alone: of "
             f"a budget of {budget}, {free} are free. Give more (ballonet.set_budget), or drop what is not needed. {why}"
         )
-
-    def seconds_again(self, state: Any) -> float | None:
-        """Returns the time to compute all tokens of a request again; None where it is not known."""
-        parts = self.cache.model.costs.parts
-        return None if parts is None else parts.prefill(state.current_len(), self.cache.max_batch_tokens)
 
 
 def no_room(request: str) -> torch.OutOfMemoryError:
@@ -328,18 +319,18 @@ class RequestRecorder:
 
     def __init__(self, loop: str, latencies: Latencies, on: Runtime) -> None:
         self._loop = loop
-        self._recorders = recorders_of(on)
+        self.recorders = recorders_of(on)
         self._times = RequestTimes(latencies)
 
     def came(self, state: Any) -> None:
         """Records a new request, which waits."""
         came, prompt = round(state.created_time * 1e9), len(state.initial_tokens)
         self._times.came(state.request_id, state.created_time)
-        self._recorders.served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
+        self.recorders.served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
 
     def again(self, state: Any) -> None:
         """Records that a request that has begun waits again."""
-        self._recorders.served(lambda all_: all_.again(self._loop, state.request_id))
+        self.recorders.served(lambda all_: all_.again(self._loop, state.request_id))
 
     def batch(self, states: Iterable[Any], tokens: int) -> None:
         """Records a batch that is computed next. Names its thread after the model, for the log of decisions."""
@@ -349,11 +340,11 @@ class RequestRecorder:
         requests, now = [(state.request_id, generated(state)) for state in states], time.monotonic_ns()
         for name, got in requests:
             self._times.got(name, now / 1e9, got)
-        self._recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
+        self.recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
 
     def rests(self) -> None:
         """Records that there is nothing to compute."""
-        self._recorders.served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
+        self.recorders.served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
 
     def ended(self, state: Any, end: End = "finished") -> None:
         """Records the end of a request: the first that is said of it."""
@@ -361,7 +352,7 @@ class RequestRecorder:
             return
         tokens, now = generated(state), time.monotonic_ns()
         self._times.ended(state.request_id, now / 1e9, tokens, end == "finished")
-        self._recorders.served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, end))
+        self.recorders.served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, end))
 
 
 def generated(state: Any) -> int:

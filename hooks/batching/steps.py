@@ -154,7 +154,7 @@ def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_da
 def fail_request(stock: Callable[..., None], processor: Any, error: Exception, state: Any) -> None:
     """Stands for `_handle_request_error`: the failure is recorded."""
     if isinstance(processor.offloading_manager, PagePreemption):
-        processor.scheduler.failed(state)
+        processor.scheduler.recorder.ended(state, "failed")
     stock(processor, error, state)
 
 
@@ -258,8 +258,11 @@ class PagePreemption(OffloadingManager):
     def _moves(self, state: Any) -> bool:
         """Is moving the request's KV to the host and back faster than computing it again? True where times are
         unknown."""
-        page, again = self.cache.pages.client.governor.link.page_seconds, self.scheduler.seconds_again(state)
-        return page is None or again is None or 2 * page * self.cache.request_pages.count(state.request_id) <= again
+        page, parts = self.cache.pages.client.governor.link.page_seconds, self.cache.model.costs.parts
+        if page is None or parts is None:
+            return True
+        again = parts.prefill(state.current_len(), self.cache.max_batch_tokens)
+        return 2 * page * self.cache.request_pages.count(state.request_id) <= again
 
     def may_wait(self) -> bool:
         """May a lone request that finds no memory wait once more for other models or processes to free some?"""

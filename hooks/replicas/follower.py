@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from ..sampling.sampler import Counts, Row, draw
+from ..sampling.sampler import SampledRow, TokenCounts, draw
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
 from .microbatch_plan import Begun, Chunk, MicrobatchPlan, Passing, StageLink, record_of, tensor_of
@@ -30,7 +30,7 @@ class StageSampler:
     def __init__(self, cache: SpanCache) -> None:
         self._cache = cache
         self._begun: dict[str, Begun] = {}
-        self._counts: dict[str, Counts] = {}
+        self._counts: dict[str, TokenCounts] = {}
 
     def begin(self, begun: Iterable[Begun]) -> None:
         """Notes requests."""
@@ -54,12 +54,12 @@ class StageSampler:
         chosen = drawn.told(drawn.tokens.tolist())
         return tuple((chunk.request, token) for chunk, token in zip(wanted, chosen, strict=True))
 
-    def _row(self, chunk: Chunk, logits: torch.Tensor) -> Row:
+    def _row(self, chunk: Chunk, logits: torch.Tensor) -> SampledRow:
         begun, prompt = self._begun[chunk.request], self._begun[chunk.request].prompt
         if begun.tokens and chunk.request not in self._counts:
-            made = Counts(begun.tokens[:prompt], begun.tokens[prompt:], logits.shape[-1], logits.device)
+            made = TokenCounts(begun.tokens[:prompt], begun.tokens[prompt:], logits.shape[-1], logits.device)
             self._counts[chunk.request] = made
-        return Row(begun.sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(chunk.request))
+        return SampledRow(begun.sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(chunk.request))
 
 
 class OutOfStep(RuntimeError):

@@ -225,7 +225,7 @@ class GroupRequests:
 
     def fail(self, state: RequestState, error: Exception) -> None:
         """Ends a request with an error."""
-        self.scheduler.failed(state)
+        self.scheduler.recorder.ended(state, "failed")
         self.scheduler.finish_request(state.request_id)
         request = self.by_name.pop(state.request_id, None)
         if request is not None:

@@ -28,7 +28,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from ...offload.policy.replicas.pipeline import ChunkCost, ChunkSize, equal_cost
 from ...offload.policy.step_costs import NOTHING, RequestSLO
-from ..sampling.sampler import Counts
+from ..sampling.sampler import TokenCounts
 from ..sampling.settings import ChosenToken, Sampling
 
 Record = TypeVar("Record")
@@ -82,7 +82,7 @@ class Begun(Struct, frozen=True):
     @classmethod
     def of(cls, request: Request) -> Begun:
         """Tells of a request, which may have delivered tokens."""
-        tokens = request.ids if Counts.needed(request.sampling) else ()
+        tokens = request.ids if TokenCounts.needed(request.sampling) else ()
         return cls(request.name, request.sampling, len(request.prompt), request.ends, tokens)
 
 

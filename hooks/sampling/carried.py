@@ -13,7 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from .grammar import Matcher
-    from .sampler import Counts
+    from .sampler import TokenCounts
     from .settings import ChosenToken, Sampling
 
 SAMPLING: Final = "sampling"  # the argument of a request, among `logit_processor_kwargs`
@@ -29,7 +29,7 @@ class SampledRequest:
     sampling: Sampling
     grammar: Matcher | None = None
     scored: dict[int, ChosenToken] | None = None
-    counts: Counts | None = field(default=None, repr=False)
+    counts: TokenCounts | None = field(default=None, repr=False)
     counted: int = -1
 
     def __deepcopy__(self, _: dict[int, Any]) -> SampledRequest:

@@ -31,7 +31,7 @@ import torch
 from transformers.generation.continuous_batching.utils import stream_context
 
 from .carried import LAUNCHED, SAMPLING, SampledRequest, carried, without_graphs
-from .sampler import Counts, Drawn, Draws, Logprobs, Row, put
+from .sampler import Drawn, Draws, Logprobs, SampledRow, TokenCounts, put
 from .settings import ChosenToken, Sampling
 
 
@@ -132,15 +132,15 @@ class LoopSampler:
                 request.counts.add(tokens[row : row + 1])
                 request.counted = state.position_offset + 1
 
-    def _row(self, state: Any, before: Any) -> Row:
+    def _row(self, state: Any, before: Any) -> SampledRow:
         """Returns the row of a request. `before`: the batch in flight, as transformers' pair of host and device."""
         request, position = carried(state), state.position_offset
         if request is None:
-            return Row(Sampling(), 0)
+            return SampledRow(Sampling(), 0)
         prompt = state._true_initial_tokens or len(state.initial_tokens)
-        if Counts.needed(request.sampling) and request.counted != position:
+        if TokenCounts.needed(request.sampling) and request.counted != position:
             tokens = _tokens(state, before)
-            request.counts = Counts(tokens[:prompt], tokens[prompt:], self._cache.vocabulary, self._device)
+            request.counts = TokenCounts(tokens[:prompt], tokens[prompt:], self._cache.vocabulary, self._device)
         allowed = None
         if (grammar := request.grammar) is not None:
 
@@ -148,7 +148,7 @@ class LoopSampler:
                 return grammar.allowed(_tokens(state, before)[prompt:])
 
         ends = tuple(end for end in state._eos_token_ids if end < self._cache.vocabulary)
-        return Row(request.sampling, position, position - prompt, ends, request.counts, allowed)
+        return SampledRow(request.sampling, position, position - prompt, ends, request.counts, allowed)
 
     def _scored(self, scoring: list[_Scoring], logits: torch.Tensor) -> Iterator[tuple[_Scoring, Logprobs]]:
         done = 0

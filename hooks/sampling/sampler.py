@@ -54,7 +54,7 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class Counts:
+class TokenCounts:
     """The tokens of a request, on its device: how often its answer has each, and which its prompt has."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocabulary: int, device: torch.device) -> None:
@@ -69,22 +69,22 @@ class Counts:
         return bool(sampling.presence or sampling.frequency or sampling.repetition != 1)
 
     def add(self, token: torch.Tensor) -> None:
-        """Counts one more token of the answer, [1]."""
+        """TokenCounts one more token of the answer, [1]."""
         self.answer.index_add_(0, token, self.answer.new_ones(1))
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampledRow:
     """What the next token of a request depends on, beside the logits. `position`: of the token in its sequence;
     `answered`: tokens of its answer so far; `ends`: tokens that `Sampling.least` puts off; `counts`: see
-    `Counts.needed`; `allowed`: returns the tokens that a grammar allows, a bit each: int32[vocabulary / 32], on the
-    host. It is called once the forward has been launched."""
+    `TokenCounts.needed`; `allowed`: returns the tokens that a grammar allows, a bit each: int32[vocabulary / 32], on
+    the host. It is called once the forward has been launched."""
 
     sampling: Sampling
     position: int
     answered: int = 0
     ends: tuple[int, ...] = ()
-    counts: Counts | None = None
+    counts: TokenCounts | None = None
     allowed: Callable[[], torch.Tensor] | None = None
 
     @property
@@ -97,7 +97,7 @@ class Row:
     def is_plain(self) -> bool:
         """Is its token the likeliest, and nothing else asked?"""
         sampling = self.sampling
-        changes = sampling.bias or self._puts_ends_off or self.allowed or Counts.needed(sampling)
+        changes = sampling.bias or self._puts_ends_off or self.allowed or TokenCounts.needed(sampling)
         return not (changes or sampling.temperature or sampling.logprobs is not None)
 
     @property
@@ -149,7 +149,7 @@ class Drawn(NamedTuple):
 class Draws:
     """How the tokens of rows are chosen, once the logits are there. See Note [Nobody waits for the device]."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device, most: int) -> None:
+    def __init__(self, rows: Sequence[SampledRow], device: torch.device, most: int) -> None:
         """`rows`: of the first rows of the logits; `most`: rows that are chosen at once, which bounds the memory."""
         special = sorted((n for n, row in enumerate(rows) if not row.is_plain), key=lambda n: rows[n].kind)
         self._parts = [
@@ -168,7 +168,7 @@ class Draws:
         return Drawn(tokens, told)
 
 
-def draw(logits: torch.Tensor, rows: Sequence[Row], most: int) -> Drawn:
+def draw(logits: torch.Tensor, rows: Sequence[SampledRow], most: int) -> Drawn:
     """Chooses a token for each row of `logits`, [rows, vocabulary]. `most`: see Draws."""
     return Draws(rows, logits.device, most)(logits.float())
 
@@ -176,7 +176,7 @@ def draw(logits: torch.Tensor, rows: Sequence[Row], most: int) -> Drawn:
 class _Part:
     """Rows of one kind. `numbers`, `index`: theirs among all rows."""
 
-    def __init__(self, numbers: Sequence[int], rows: Sequence[Row], device: torch.device) -> None:
+    def __init__(self, numbers: Sequence[int], rows: Sequence[SampledRow], device: torch.device) -> None:
         self.numbers = numbers
         self.rows = [rows[number] for number in numbers]
         self.index = put(numbers, torch.int64, device)

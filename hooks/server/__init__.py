@@ -1,6 +1,5 @@
-"""`python -m ballonet serve`: transformers' own OpenAI-compatible server, with several models on one pool.
+"""`ballonet serve`: endpoints as OpenAI has them, of several models on one pool.
 
-The face: `Server` (server.py), `Application` and `Address` (application.py), `Engine` (engine.py), `Tenants`
-(tenants.py), `loaded` and `suitable` (loading.py); of recorded requests `read`, `RecordedArrival`, `replay` and `summary`
-(load.py).
+The face: `Server` (server.py), `Application` and `Address` (application.py), `Doors` (doors.py), `Engine` and `Denial`
+(engine.py), `Loop` (tenants.py), `Models` (served.py); of recorded requests `read`, `replay` and `summary` (load.py).
 """

@@ -235,8 +235,9 @@ class Loop:
                 return
             if (dead := self._manager) is not None:
                 self._steps += int(getattr(dead, "current_batch", 0))
-                self._manager, dead.background_thread_status.fatal_error = None, None  # its frames have the cache
-                dead.stop(block=True)
+                self._manager = None
+                dead.stop(block=True)  # which waits for its thread: that notes its error last
+                dead.background_thread_status.fatal_error = None  # whose frames have the cache
                 del dead
             try:
                 self._manager = self._started()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -33,8 +33,6 @@ from .group_queue import Chunk, GroupQueue, Job
 from .memory_policies import Swap
 from .virtual_link import Sender, VirtualBytes, Wire
 from .virtual_time import VirtualTime
-
-_TOKEN: Final = ChosenToken(0)
 
 
 class VirtualCache:
@@ -392,7 +390,7 @@ class VirtualLeader:
     def _finish(self, chunks: Sequence[Chunk]) -> None:
         self._is_stuck = False
         for job in self.queue.finish(chunks):
-            request = self.by_name[job.name] = self.by_name[job.name].with_token(_TOKEN)
+            request = self.by_name[job.name] = self.by_name[job.name].with_token(ChosenToken(0))
             if job.is_over:
                 del self.by_name[job.name], self._jobs[job.name]
                 self.forget(job.name)

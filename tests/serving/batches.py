@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ballonet
 from ballonet.hooks.batching import selection
+from ballonet.hooks.batching.scheduler import ElasticScheduler
+from ballonet.hooks.batching.steps import PagePreemption
 from ballonet.offload.policy.admission import Admission, Demand, Memory
 
 BLOCK = 16  # tokens
@@ -28,6 +32,20 @@ class Answer(NamedTuple):
 def install(pages: int) -> None:
     """A pool of so many pages, and as many on the host."""
     ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
+
+
+def starve_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every fifth step of two requests and more lack pages for each of them, until one is left."""
+    process, steps = ElasticScheduler._process_candidates, itertools.count(1)
+
+    def lacking(self: Any, candidates: list[Any], *args: Any) -> Any:
+        if len(self.active_requests) < 2 or next(steps) % 5:
+            return process(self, candidates, *args)
+        self.starved_requests = [(state, 1) for state in candidates if state.request_id in self.active_requests]
+        return [], True, False, 0, 0
+
+    monkeypatch.setattr(ElasticScheduler, "_process_candidates", lacking)
+    monkeypatch.setattr(PagePreemption, "_fits", lambda _, starved: len(starved) < 2)
 
 
 def prompts(count: int, longest: int, highest: int = 60) -> list[list[int]]:

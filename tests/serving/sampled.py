@@ -12,7 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 import ballonet
-from ballonet.hooks.sampling.sampler import Counts, Row, draw
+from ballonet.hooks.sampling.sampler import SampledRow, TokenCounts, draw
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.server.engine import Denial, Engine, Generation, Update
 from ballonet.hooks.server.tenants import Loop
@@ -45,8 +45,8 @@ def alone(model: Any, asked: Generation) -> list[ChosenToken]:
     while len(chosen) < asked.most and not (chosen and chosen[-1].token in asked.ends):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1:].float()
         answer = [token.token for token in chosen]
-        counts = Counts(asked.prompt, answer, logits.shape[-1], logits.device)
-        drawn = draw(logits, [Row(asked.sampling, len(tokens), len(answer), asked.ends, counts)], 8)
+        counts = TokenCounts(asked.prompt, answer, logits.shape[-1], logits.device)
+        drawn = draw(logits, [SampledRow(asked.sampling, len(tokens), len(answer), asked.ends, counts)], 8)
         chosen += drawn.told(drawn.tokens.tolist())
         tokens.append(chosen[-1].token)
     return chosen

@@ -451,7 +451,7 @@ def test_what_cannot_be_read_is_told(sent: bytes, says: str, scene: Scene) -> No
 
 
 def test_a_large_body_is_read_beside_the_event_loop(scene: Scene) -> None:
-    """Its faults are those of a small one."""
+    """What is wrong in it is told as of a small one."""
     large = b"x" * (ASKING.body + 1)
     for sent, says in (
         (b'{"model": "org/model", "messages": [' + b'{"role": "user"},' * 20000 + b"]}", "messages[0].content"),

@@ -29,7 +29,7 @@ from ballonet.hooks.server.tenants import Loop
 
 from ..models import VOCABULARY, build
 from . import asynchronous
-from .batches import BLOCK, greedily, install, prompts
+from .batches import BLOCK, greedily, install, prompts, starve_requests
 from .sampled import SETTINGS, alone, answer, answer_of, close_to, denied, in_a_loop, named
 from .test_trouble import Lacking
 
@@ -50,10 +50,9 @@ def llama(layers: int = 2) -> Any:
 
 
 @lru_cache
-def mixed(layers: int, most: int, times: int = 1) -> tuple[list[Generation], list[list[ChosenToken]]]:
-    """Requests with all kinds of settings, so often each, and what each gets alone."""
-    settings = SETTINGS * times
-    asked = [named(prompt, most, given) for prompt, given in zip(prompts(len(settings), 60), settings, strict=True)]
+def mixed(layers: int, most: int) -> tuple[list[Generation], list[list[ChosenToken]]]:
+    """Requests with all kinds of settings, and what each gets alone."""
+    asked = [named(prompt, most, given) for prompt, given in zip(prompts(len(SETTINGS), 60), SETTINGS, strict=True)]
     model = llama(layers)
     return asked, [alone(model, request) for request in asked]
 
@@ -95,7 +94,7 @@ def test_requests_in_another_order_and_other_batches_get_the_same() -> None:
 
 def test_requests_that_are_preempted_get_the_same(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some move to the host and back, some are computed again."""
-    asked, expected = mixed(12, 40, 2)
+    asked, expected = mixed(2, 40)
     done = set[str]()
     for name in ("compute_again", "_keep_for_later"):
         stock = getattr(PagePreemption, name)
@@ -108,8 +107,9 @@ def test_requests_that_are_preempted_get_the_same(two: bool, monkeypatch: pytest
         monkeypatch.setattr(PagePreemption, name, noted)
     flips = iter(range(10_000))
     monkeypatch.setattr(PagePreemption, "_moves", lambda self, state: next(flips) % 2 == 0)
-    install(34)
-    got = all_answers(llama(12), asked, use_async_batching=two)
+    starve_requests(monkeypatch)
+    install(256)
+    got = all_answers(llama(), asked, use_async_batching=two)
     assert all(map(close_to, got, expected))
     assert done == {"compute_again", "_keep_for_later"}
 
@@ -121,7 +121,7 @@ def test_requests_of_steps_that_find_no_memory_get_the_same(two: bool) -> None:
 
     @contextmanager
     def lacking() -> Iterator[None]:
-        with Lacking(model, lambda step, _: step in (2, 5, 9)) as lost:
+        with Lacking(model, lambda step, *_: step in (2, 5, 9)) as lost:
             yield
         assert lost.failed == 3
 
@@ -232,7 +232,7 @@ def test_an_answer_ends_with_one_of_its_ends_once_it_is_long_enough() -> None:
 
 @torch.no_grad()
 def logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Of the tokens behind each one, by one plain forward."""
+    """Logprobs of the tokens behind each one, by one plain forward."""
     scores: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     return scores
 
@@ -288,7 +288,7 @@ def test_a_prompt_is_scored_whole_where_steps_find_no_memory() -> None:
 
     async def scene(loop: Loop) -> None:
         beside = asyncio.ensure_future(answer(loop, named([3, 4], 60, Sampling())))
-        with Lacking(model, lambda step, _: step in (3, 6)) as lost:
+        with Lacking(model, lambda step, *_: step in (3, 6)) as lost:
             tokens = await loop.score(named(prompt, 1, Sampling()))
         assert lost.failed == 2
         await beside
@@ -405,7 +405,7 @@ def test_a_cancelled_request_leaves_its_name_and_its_memory() -> None:
 
 
 def test_a_loop_that_has_died_begins_again(monkeypatch: pytest.MonkeyPatch, two: bool) -> None:
-    """Its requests are told; the next one is answered, and steps are counted on."""
+    """Requests of the dead one are told; the next one is answered, and steps are counted on."""
     asked, expected = mixed(2, 12)
     monkeypatch.setattr(continuous_api.logger, "error", lambda *args, **kwargs: None)  # pytest keeps its frames
 

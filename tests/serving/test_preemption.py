@@ -21,14 +21,15 @@ class Preemption(PagePreemption):
         pages = SimpleNamespace(client=SimpleNamespace(governor=SimpleNamespace(link=link)))
         self.done: list[str] = []
         own = SimpleNamespace(count=lambda name: PAGES, to_host=lambda name: room)
-        cache: Any = SimpleNamespace(pages=pages, request_pages=own)
+        parts = None if again is None else SimpleNamespace(prefill=lambda tokens, batch: again)
+        model = SimpleNamespace(costs=SimpleNamespace(parts=parts))
+        cache: Any = SimpleNamespace(pages=pages, request_pages=own, model=model, max_batch_tokens=64)
         scheduler: Any = SimpleNamespace(
-            starved_requests=[(SimpleNamespace(request_id="newest"), 1)],
+            starved_requests=[(SimpleNamespace(request_id="newest", current_len=lambda: 9), 1)],
             active_requests={"oldest": 0, "newest": 0},
             block_new_requests=False,
             memory=SimpleNamespace(now=lambda: SimpleNamespace(usable=0)),
             selection=SimpleNamespace(needed=len),
-            seconds_again=lambda state: again,
         )
         cache.pool = SimpleNamespace(try_to_free_sectors=lambda: None)
         cache.evict_kept = lambda nbytes: False

@@ -30,7 +30,7 @@ from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
 from . import asynchronous
-from .batches import PAGE, TOGETHER, answers, ask, install, looping, prompts, stock
+from .batches import PAGE, TOGETHER, answers, ask, install, looping, prompts, starve_requests, stock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -247,16 +247,10 @@ def test_a_request_that_is_preempted_goes_on_where_it_was(
     """The KV goes to the host, and comes back once another request has ended; with no host it is computed again."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # a block has pages of its own
     model, asked = build("llama", num_hidden_layers=4, **heads), prompts(4, 20)
-    expected, calls = stock(model, asked, 20), count(1)
-    process, preempt, came_back = ElasticScheduler._process_candidates, PagePreemption._keep_for_later, list[int]()
+    expected = stock(model, asked, 20)
+    preempt, came_back = PagePreemption._keep_for_later, list[int]()
     preempted, again, to_device = list[str](), list[str](), RequestPages.to_device
     compute_again = PagePreemption.compute_again
-
-    def lacking(self: Any, candidates: list[Any], *args: Any) -> Any:
-        if len(self.active_requests) < 2 or next(calls) % 5:
-            return process(self, candidates, *args)
-        self.starved_requests = [(state, 1) for state in candidates if state.request_id in self.active_requests]
-        return [], True, False, 0, 0
 
     def kept(self: Any, state: Any) -> None:
         preempted.append(state.request_id)
@@ -271,8 +265,7 @@ def test_a_request_that_is_preempted_goes_on_where_it_was(
         to_device(self, request)
         came_back.append(away - self.on_host_bytes(request))
 
-    monkeypatch.setattr(ElasticScheduler, "_process_candidates", lacking)
-    monkeypatch.setattr(PagePreemption, "_fits", lambda _, starved: len(starved) < 2)
+    starve_requests(monkeypatch)
     monkeypatch.setattr(PagePreemption, "_moves", lambda *_: True)
     monkeypatch.setattr(PagePreemption, "_keep_for_later", kept)
     monkeypatch.setattr(PagePreemption, "compute_again", counted)
