@@ -129,8 +129,9 @@ class Loop:
         """Ends the loop; its requests fail with an error."""
         self.tell()
         with self._starting:
-            if self._manager is not None:
-                self._manager.stop(block=True, timeout=60, hard_stop=True)
+            if (manager := self._manager) is not None:
+                manager.stop(block=True, timeout=60, hard_stop=True)
+                self._steps, self._manager = self.steps, None  # it has tensors
 
     @property
     def answers(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ..allocator.config import API_KEY, Config, environment
 from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
+from .arguments import say
 
 if TYPE_CHECKING:
     from ..hooks.replicas.process import Attach
@@ -43,8 +44,9 @@ def is_replicated(args: argparse.Namespace, options: ManageOptions) -> bool:
     return True
 
 
-def server(args: argparse.Namespace, address: Address, say: Callable[[str], None]) -> Callable[[Anteroom], None]:
-    """Starts the replicas of one model, or finds those of a Ray, and returns what serves them."""
+def server(args: argparse.Namespace, address: Address, tell: Callable[[str], None]) -> Callable[[Anteroom], None]:
+    """Starts the replicas of one model, or finds those of a Ray, and returns what serves them. `tell`: is called with
+    each line for people; replicas print theirs."""
     try:
         from ..hooks.replicas.process import ReplicaOptions
         from ..hooks.replicas.replica_server import LocalFleet, ReplicaServer
@@ -78,11 +80,11 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
         fleet = Fleet(args.replicas, options, devices, cost=cost, log=args.log, timeline=args.timeline)
     served: ServedFleet
     if on_ray:
-        served = _on_ray(args, fleet, devices, say, tuning)
+        served = _on_ray(args, fleet, devices, tell, tuning)
     else:
         assert fleet is not None
-        served = LocalFleet(fleet, say)
-    found = ReplicaServer(args.models[0], served, address, say)
+        served = LocalFleet(fleet, tell)
+    found = ReplicaServer(args.models[0], served, address, tell)
     if args.costs is not None and cost is None and served.cost is not None:
         args.costs.write_text(json.dumps(asdict(served.cost)) + "\n")
     return found.run
