@@ -9,6 +9,7 @@ Note [Left out]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
+from ..sampling.grammar import Grammars, Matcher
 from ..sampling.sampler import SampledRow, TokenCounts, draw
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
@@ -27,10 +29,12 @@ from .replica_model import SpanCache, StageParts, room_of
 class StageSampler:
     """Chooses tokens on the last stage of a group, from the rows that `cache` has memory for. Used by one thread."""
 
-    def __init__(self, cache: SpanCache) -> None:
+    def __init__(self, cache: SpanCache, grammars: Grammars) -> None:
         self._cache = cache
+        self._grammars = grammars
         self._begun: dict[str, Begun] = {}
         self._counts: dict[str, TokenCounts] = {}
+        self._matched: dict[str, tuple[Matcher, list[int]]] = {}  # of requests with grammars, with their answers
 
     def begin(self, begun: Iterable[Begun]) -> None:
         """Notes requests."""
@@ -40,6 +44,7 @@ class StageSampler:
         """Forgets a request, if it is known."""
         self._begun.pop(request, None)
         self._counts.pop(request, None)
+        self._matched.pop(request, None)
 
     def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> tuple[tuple[str, ChosenToken], ...]:
         """Returns a token for each chunk that samples one, with the name of its request. `logits`: [those chunks,
@@ -51,15 +56,25 @@ class StageSampler:
         for n, chunk in enumerate(wanted):
             if (counts := self._counts.get(chunk.request)) is not None:
                 counts.add(drawn.tokens[n : n + 1])
-        chosen = drawn.told(drawn.tokens.tolist())
-        return tuple((chunk.request, token) for chunk, token in zip(wanted, chosen, strict=True))
+        chosen = [*zip((chunk.request for chunk in wanted), drawn.told(drawn.tokens.tolist()), strict=True)]
+        for name, token in chosen:
+            if name in self._matched:
+                self._matched[name][1].append(token.token)
+        return tuple(chosen)
 
     def _row(self, chunk: Chunk, logits: torch.Tensor) -> SampledRow:
-        begun, prompt = self._begun[chunk.request], self._begun[chunk.request].prompt
-        if begun.tokens and chunk.request not in self._counts:
-            made = TokenCounts(begun.tokens[:prompt], begun.tokens[prompt:], logits.shape[-1], logits.device)
-            self._counts[chunk.request] = made
-        return SampledRow(begun.sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(chunk.request))
+        name, begun = chunk.request, self._begun[chunk.request]
+        prompt, answer = begun.tokens[: begun.prompt], begun.tokens[begun.prompt :]
+        if TokenCounts.needed(begun.sampling) and name not in self._counts:
+            self._counts[name] = TokenCounts(prompt, answer, logits.shape[-1], logits.device)
+        if begun.sampling.grammar is not None and name not in self._matched:
+            self._matched[name] = self._grammars.matcher(begun.sampling.grammar), [*answer]
+        allowed = None
+        if name in self._matched:
+            matcher, tokens = self._matched[name]
+            allowed = functools.partial(matcher.allowed, tokens)
+        answered = chunk.end - begun.prompt
+        return SampledRow(begun.sampling, chunk.end, answered, begun.ends, self._counts.get(name), allowed)
 
 
 class OutOfStep(RuntimeError):
@@ -80,7 +95,7 @@ class Follower:
         self._after = parts.after
         self._number = 0
         self._states: dict[str, RequestState] = {}
-        self._sampler = StageSampler(parts.cache)
+        self._sampler = StageSampler(parts.cache, parts.grammars)
         self._failed: set[str] = set()
         self._aside: set[str] = set()
 

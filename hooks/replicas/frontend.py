@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from ...allocator.errors import RequestTooLarge, SLOError
 from ..compat import longest_sequence
+from ..sampling.grammar import GrammarRefused
 from ..sampling.settings import ChosenToken
 from ..server.engine import Denial, Generation, Listener, Update, check_fits, check_name, check_waiting, tell
 from .microbatch_plan import Request
 
-# the begin of a replica's error message -> (status, code)
+# the begin of a replica's error message -> (status, code, the field it is about)
 _REFUSALS: Final = {
-    SLOError.__name__: (422, "slo_not_kept"),
-    RequestTooLarge.__name__: (413, "request_too_large"),
+    SLOError.__name__: (422, "slo_not_kept", None),
+    RequestTooLarge.__name__: (413, "request_too_large", None),
+    GrammarRefused.__name__: (400, "invalid_value", "response_format"),
 }
 
 
@@ -43,19 +47,21 @@ class FleetEngine:
     """An Engine of one model that replicas have. `deliver` is called on the supervisor's threads, all else on the event
     loop's."""
 
-    def __init__(self, supervisor: RequestSink, config: Any, most_waiting: int) -> None:
-        """`config`: of the model; `most_waiting`: requests that may wait."""
+    def __init__(self, supervisor: RequestSink, config: Any, most_waiting: int, ends: tuple[int, ...]) -> None:
+        """`config`: of the model; `most_waiting`: requests that may wait; `ends`: tokens of the model that end an
+        answer."""
         self._supervisor = supervisor
         self._most_waiting = most_waiting
+        self._ends = ends
         self._longest = longest_sequence(config)
         self._vocabulary: int = config.get_text_config().vocab_size
         self._listeners: dict[str, Listener] = {}
-        self._ends = False
+        self._is_ending = False
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
         """Computes an answer, see Engine. Denial."""
         if generation.sampling.grammar is not None:
-            raise _unsupported("structured answers", "response_format")
+            generation = replace(generation, ends=tuple({*generation.ends, *self._ends}))
         check_fits(generation, generation.most, self._longest, self._vocabulary)
         check_name(generation.name, self._listeners)
         check_waiting(self.waiting, self._most_waiting)
@@ -91,14 +97,14 @@ class FleetEngine:
             tell([(listener, listener.update(request.delivered, request.over))])
             return
         kind, _, why = error.partition(": ")
-        status, code = _REFUSALS.get(kind, (503, "unavailable"))
-        if kind in _REFUSALS:  # which begins with the request's name
-            error = "the request" + why.removeprefix("request ").removeprefix(request.name)
-        tell([(listener, Denial(status, error, code))])
+        status, code, field = _REFUSALS.get(kind, (503, "unavailable", None))
+        if kind in _REFUSALS:  # which may begin with the request's name
+            error = re.sub(rf"^(request )?{re.escape(request.name)}", "the request", why)
+        tell([(listener, Denial(status, error, code, field))])
 
     def tell(self) -> None:
         """Begins to end all requests, without waiting; their clients are notified."""
-        self._ends = True
+        self._is_ending = True
         self._supervisor.end_requests()
 
     def close(self) -> None:
@@ -108,7 +114,7 @@ class FleetEngine:
     @property
     def answers(self) -> bool:
         """Can a request be answered now?"""
-        return not self._ends and self._supervisor.failed is None
+        return not self._is_ending and self._supervisor.failed is None
 
     @property
     def waiting(self) -> int:

@@ -28,6 +28,7 @@ from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
+from ..sampling.grammar import Grammars
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
 from .follower import OutOfStep, StageSampler, pass_on
@@ -144,17 +145,22 @@ class GroupRequests:
         notify: Notify,
         under_way: UnderWay,
         most: float,
+        grammars: Grammars,
     ) -> None:
-        """`under_way`, `most`: see GroupScheduler."""
+        """`under_way`, `most`: see GroupScheduler; `grammars`: with which the last stage will match answers."""
         self.by_name: dict[str, Request] = {}
         self.scheduler = GroupScheduler(cache, settings, stages, under_way, most)
         self.preemption = GroupPreemption(cache, self.scheduler, settings)
         self._notify = notify
+        self._grammars = grammars
 
     # -- coming and going
 
     def add(self, request: Request) -> None:
-        """Queues a request without KV, which may have delivered tokens. RequestTooLarge, SLOError, ManageError."""
+        """Queues a request without KV, which may have delivered tokens. RequestTooLarge, SLOError, ManageError,
+        GrammarRefused."""
+        if request.sampling.grammar is not None:
+            self._grammars.matcher(request.sampling.grammar)
         self._promise(request)
         self.scheduler.add_waiting_request(state_of(request))
         self.by_name[request.name] = request
@@ -357,11 +363,11 @@ class Leader:
         self._stages = 1 + len(followers)
         self._under_way = UnderWay([follower.room for follower in followers])
         most = min((follower.most for follower in followers), default=math.inf)
-        self.requests = GroupRequests(cache, settings, self._stages, notify, self._under_way, most)
+        self.requests = GroupRequests(cache, settings, self._stages, notify, self._under_way, most, parts.grammars)
         reads = min((follower.reads for follower in followers), default=math.inf)
         self._iterations = Iterations(cache, self.requests, reads)
         self._updates = FollowerUpdates(cache, self.requests)
-        self._sampler = StageSampler(cache)  # where no other stage is the last
+        self._sampler = StageSampler(cache, parts.grammars)  # where no other stage is the last
         self._number = 0
         self._failed: list[RequestState] = []  # of requests in flight for which this stage had no memory
 

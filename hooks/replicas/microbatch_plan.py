@@ -82,7 +82,8 @@ class Begun(Struct, frozen=True):
     @classmethod
     def of(cls, request: Request) -> Begun:
         """Tells of a request, which may have delivered tokens."""
-        tokens = request.ids if TokenCounts.needed(request.sampling) else ()
+        sampling = request.sampling
+        tokens = request.ids if TokenCounts.needed(sampling) or sampling.grammar is not None else ()
         return cls(request.name, request.sampling, len(request.prompt), request.ends, tokens)
 
 

@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from transformers import GenerationConfig
@@ -48,9 +48,11 @@ from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
 from ..forward.lease import GroupLease
+from ..sampling.grammar import Grammars
 from ..splice.forms import States
 from .microbatch_plan import Chunk, StageLink
 
+_NO_GRAMMARS: Final = Grammars(None, (), 0)
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 
 
@@ -395,13 +397,15 @@ def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """A managed model. `runs`: runs some of its layers; `times`: measures microbatches; None: they are not measured."""
+    """A managed model. `runs`: runs some of its layers; `times`: measures microbatches; None: they are not measured;
+    `grammars`: of its tokens; without a tokenizer all are refused."""
 
     name: str
     model: Any
     runs: RunsLayers
     settings: GroupSettings
     times: StageTimes | None = None
+    grammars: Grammars = _NO_GRAMMARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +416,7 @@ class StageParts:
     epoch: int
     cache: SpanCache
     runner: SpanRunner
+    grammars: Grammars
     before: StageLink | None
     after: StageLink | None
 
