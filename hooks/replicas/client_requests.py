@@ -152,7 +152,8 @@ class ClientRequests:
             except ValueError as error:
                 self._notify_client(asked, str(error))
                 continue
-            self._notify_controller(protocol.Arrived(now, asked.name, len(asked.prompt), asked.new))
+            new = asked.new - len(asked.scored)
+            self._notify_controller(protocol.Arrived(now, asked.name, len(asked.given), new))
 
     # -- for and from replicas
 

@@ -10,8 +10,9 @@ Note [Left out]
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import repeat
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from ..sampling.grammar import Grammars, Matcher
-from ..sampling.sampler import SampledRow, TokenCounts, draw
+from ..sampling.sampler import Logprobs, SampledRow, TokenCounts, draw, put
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
 from .microbatch_plan import Begun, Chunk, MicrobatchPlan, Passing, StageLink, record_of, tensor_of
@@ -47,11 +48,13 @@ class StageSampler:
         self._matched.pop(request, None)
 
     def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> tuple[tuple[str, ChosenToken], ...]:
-        """Returns a token for each chunk that samples one, with the name of its request. `logits`: [those chunks,
-        vocabulary]."""
+        """Returns a token for each chunk that samples one, with the name of its request, and those of prompts that are
+        scored. `logits`: [`logit_rows` of the chunks, vocabulary]."""
         wanted = [chunk for chunk in chunks if chunk.samples]
+        scored = tuple(self._score([chunk for chunk in chunks if chunk.scores], logits[len(wanted) :]))
         if not wanted:
-            return ()
+            return scored
+        logits = logits[: len(wanted)]
         drawn = draw(logits, [self._row(chunk, logits) for chunk in wanted], self._cache.logit_rows)
         for n, chunk in enumerate(wanted):
             if (counts := self._counts.get(chunk.request)) is not None:
@@ -60,7 +63,16 @@ class StageSampler:
         for name, token in chosen:
             if name in self._matched:
                 self._matched[name][1].append(token.token)
-        return tuple(chosen)
+        return (*chosen, *scored)
+
+    def _score(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> Iterator[tuple[str, ChosenToken]]:
+        """Yields the logprobs of prompts' own tokens, but for those that are known."""
+        for chunk, rows in zip(chunks, logits.split([len(chunk.ids) for chunk in chunks]), strict=True):
+            begun, first = self._begun[chunk.request], chunk.before + 1
+            targets, most = begun.tokens[first : chunk.end + 1], begun.sampling.logprobs or 0
+            logprobs = Logprobs.of(rows.float().log_softmax(-1), put(targets, torch.int64, logits.device), most)
+            for token in [*logprobs.told(targets, repeat(most, len(targets)))][max(0, begun.prompt - first) :]:
+                yield chunk.request, token
 
     def _row(self, chunk: Chunk, logits: torch.Tensor) -> SampledRow:
         name, begun = chunk.request, self._begun[chunk.request]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from ...allocator.errors import RequestTooLarge, SLOError
 from ..compat import longest_sequence
 from ..sampling.grammar import GrammarRefused
-from ..sampling.settings import ChosenToken
+from ..sampling.settings import ChosenToken, Sampling
 from ..server.engine import Denial, Generation, Listener, Update, check_fits, check_name, check_waiting, tell
 from .microbatch_plan import Request
 
@@ -58,10 +59,26 @@ class FleetEngine:
         self._listeners: dict[str, Listener] = {}
         self._is_ending = False
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
         """Computes an answer, see Engine. Denial."""
         if generation.sampling.grammar is not None:
             generation = replace(generation, ends=tuple({*generation.ends, *self._ends}))
+        return self._answer(generation)
+
+    async def score(self, generation: Generation) -> tuple[ChosenToken, ...]:
+        """Computes the logprobs of the tokens of a prompt, see Engine. Denial."""
+        check_fits(generation, 0, self._longest, self._vocabulary)
+        first, *rest = generation.prompt
+        sampling, tokens = Sampling(logprobs=generation.sampling.logprobs or 0), [ChosenToken(first)]
+        if rest:
+            given = replace(generation, prompt=(first,), most=len(rest), sampling=sampling, ends=())
+            async with aclosing(self._answer(given, tuple(rest))) as updates:
+                async for update in updates:
+                    tokens += update.tokens
+        return tuple(tokens)
+
+    async def _answer(self, generation: Generation, scored: tuple[int, ...] = ()) -> AsyncGenerator[Update, None]:
+        """Computes an answer. `scored`: it, where it is given. Denial."""
         check_fits(generation, generation.most, self._longest, self._vocabulary)
         check_name(generation.name, self._listeners)
         check_waiting(self.waiting, self._most_waiting)
@@ -73,6 +90,7 @@ class FleetEngine:
             generation.ends,
             ttft=generation.ttft,
             tpot=generation.tpot,
+            scored=scored,
         )
         listener = self._listeners[request.name] = Listener(generation)
         try:
@@ -84,10 +102,6 @@ class FleetEngine:
             del self._listeners[request.name]
             if not listener.is_over:
                 self._supervisor.cancel(request.name)
-
-    async def score(self, generation: Generation) -> tuple[ChosenToken, ...]:
-        """Refuses: stages keep no logits but those of the last token. Denial."""
-        raise _unsupported("logprobs of prompts", "echo")
 
     def deliver(self, request: Request, error: str | None = None) -> None:
         """Tells of a request's new tokens, or of the error that ends it."""
@@ -120,7 +134,3 @@ class FleetEngine:
     def waiting(self) -> int:
         """Number of requests that wait for their first token."""
         return self._supervisor.waiting
-
-
-def _unsupported(what: str, param: str) -> Denial:
-    return Denial(400, f"a server with --replicas has no {what}", "unsupported_parameter", param)

@@ -28,6 +28,7 @@ from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
+from ..sampling.carried import is_scored
 from ..sampling.grammar import Grammars
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
@@ -206,18 +207,23 @@ class GroupRequests:
     # -- what came out
 
     def take_tokens(self, states: Mapping[str, RequestState], tokens: Collection[tuple[str, ChosenToken]]) -> None:
-        """Appends one token to each request. Those without a state were cancelled."""
+        """Appends tokens to requests: one that was sampled, or some that were scored. Those without a state were
+        cancelled."""
+        served = set[str]()
         for name, token in tokens:
             state = states.get(name)
             if state is None:
                 continue
             request = self.by_name[name] = self.by_name[name].with_token(token)
-            if state.update_and_check_completion(token.token, None):
+            ended = request.over if request.scored else state.update_and_check_completion(token.token, None)
+            if ended or not request.scored:
+                served.add(name)
+            if ended:
                 self.scheduler.finish_request(name)
                 self.scheduler.block_new_requests = False
                 del self.by_name[name]
             self._notify(request, None)
-        self.preemption.give_tokens(states.keys() & dict(tokens))
+        self.preemption.give_tokens(served)
 
     def compute_again(self, lacking: Sequence[RequestState], sizes: Mapping[str, int]) -> None:
         """Queues requests for which a stage had no memory, to be computed anew from all of their tokens, or fails the
@@ -497,5 +503,6 @@ class Leader:
 
 
 def _chunk(scheduled: Any) -> Chunk:
-    state = scheduled.state
-    return Chunk(state.request_id, tuple(state.tokens_to_process), state.position_offset, scheduled.has_new_token)
+    state, scores = scheduled.state, is_scored(scheduled.state)
+    ids, samples = tuple(state.tokens_to_process), scheduled.has_new_token and not scores
+    return Chunk(state.request_id, ids, state.position_offset, samples, scores)

@@ -289,12 +289,18 @@ def requests(asked: Sequence[Sequence[int]], new: int = 12, sampling: Sampling |
 
 
 def answered(
-    model: Any, asked: Sequence[Request], stages: int, *, split: SplitPolicy = split_by_tokens, broken: bool = True
+    model: Any,
+    asked: Sequence[Request],
+    stages: int,
+    *,
+    split: SplitPolicy = split_by_tokens,
+    broken: bool = True,
+    grammars: Grammars | None = None,
 ) -> list[list[int]]:
     """What a group of copies of a model answers; `broken`: each copy can compute its own span alone."""
     spans, told = evenly(model.config.num_hidden_layers, stages), Told()
     models = [hollow(model, layers) if broken else copy.deepcopy(model) for layers in spans]
-    with Replicas(models) as members:
+    with Replicas(models, grammars) as members:
         group = InProcess(1, members, spans, told, split)
         for request in asked:
             group.add(request)

@@ -1,4 +1,4 @@
-"""Groups of replicas behind a server's endpoints: what tests/serving asks of a loop holds for them as well."""
+"""Answers of groups of replicas that are held to a form, as a loop's are (tests/serving/test_grammars.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("llguidance", reason="grammars need llguidance, which is not installed (.[structured])")
-
 from ballonet.hooks.replicas.frontend import FleetEngine
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.sampling.grammar import Grammars
 from ballonet.hooks.sampling.settings import Sampling
 
@@ -17,7 +16,8 @@ from ..models import VOCABULARY
 from ..serving.batches import prompts
 from ..serving.sampled import alone, answer, close_to, denied, named
 from ..serving.test_grammars import FORMS, answers_have_their_forms, asked_in_forms, letters, llama
-from .stages import InProcess, in_a_group, install
+from .stages import InProcess, Replicas, Told, answered, chosen, evenly, in_a_group, install
+from .test_kv_exchange import joined, serve
 from .test_pipeline import Lacks
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -61,6 +61,33 @@ def test_forms_of_requests_that_are_computed_again_go_on(monkeypatch: pytest.Mon
     in_a_group(model, whole, 3, tokenizer, END)
     in_a_group(model, lacking, 3, tokenizer, END)
     assert answers[0] == answers[1]
+
+
+def test_forms_of_requests_that_are_handed_over_go_on() -> None:
+    model, grammars = llama(2), Grammars(letters(), END, VOCABULARY)
+    asked = [
+        Request(one.name, one.prompt, 24, one.sampling, END)
+        for _, one in asked_in_forms()
+        if one.sampling.grammar != FORMS["choice"]
+    ][:6]
+    install()
+    expected = answered(model, asked, 1, grammars=grammars)
+    assert joined(asked, serve, grammars=grammars).answers(asked) == expected
+    begun = [
+        Request(one.name, one.prompt, 24, one.sampling, END, chosen(*tokens[:9]))
+        for one, tokens in zip(asked, expected, strict=True)
+        if len(tokens) > 9
+    ]
+    told = Told()
+    told.tokens.update((one.name, one.delivered) for one in begun)
+    with Replicas([model], grammars) as (member,):
+        group = InProcess(1, [member] * 2, evenly(2, 2), told)
+        for one in begun:
+            group.add(one)
+        group.run()
+        del group
+    assert told.answers(begun) == [tokens for tokens in expected if len(tokens) > 9]
+    assert len(begun) > 2
 
 
 def test_a_form_that_no_replica_can_use_is_refused() -> None:
