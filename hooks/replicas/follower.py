@@ -10,7 +10,7 @@ Note [Left out]
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import repeat
 
@@ -76,17 +76,17 @@ class StageSampler:
 
     def _row(self, chunk: Chunk, logits: torch.Tensor) -> SampledRow:
         name, begun = chunk.request, self._begun[chunk.request]
-        prompt, answer = begun.tokens[: begun.prompt], begun.tokens[begun.prompt :]
-        if TokenCounts.needed(begun.sampling) and name not in self._counts:
-            self._counts[name] = TokenCounts(prompt, answer, logits.shape[-1], logits.device)
-        if begun.sampling.grammar is not None and name not in self._matched:
-            self._matched[name] = self._grammars.matcher(begun.sampling.grammar), [*answer]
-        allowed = None
+        sampling, prompt = begun.sampling, begun.prompt
+        allowed: Callable[[], torch.Tensor] | None = None
+        if TokenCounts.needed(sampling) and name not in self._counts:
+            made = TokenCounts(begun.tokens[:prompt], begun.tokens[prompt:], logits.shape[-1], logits.device)
+            self._counts[name] = made
+        if sampling.grammar is not None and name not in self._matched:
+            self._matched[name] = self._grammars.matcher(sampling.grammar), [*begun.tokens[prompt:]]
         if name in self._matched:
             matcher, tokens = self._matched[name]
             allowed = functools.partial(matcher.allowed, tokens)
-        answered = chunk.end - begun.prompt
-        return SampledRow(begun.sampling, chunk.end, answered, begun.ends, self._counts.get(name), allowed)
+        return SampledRow(sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(name), allowed)
 
 
 class OutOfStep(RuntimeError):

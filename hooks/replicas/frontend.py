@@ -16,7 +16,7 @@ from ..server.engine import Denial, Generation, Listener, Update, check_fits, ch
 from .microbatch_plan import Request
 
 # the begin of a replica's error message -> (status, code, the field it is about)
-_REFUSALS: Final = {
+_REFUSALS: Final[dict[str, tuple[int, str, str | None]]] = {
     SLOError.__name__: (422, "slo_not_kept", None),
     RequestTooLarge.__name__: (413, "request_too_large", None),
     GrammarRefused.__name__: (400, "invalid_value", "response_format"),

@@ -355,6 +355,7 @@ def in_a_group(
         tasks = [asyncio.ensure_future(scene(sink.engine, sink.group)), asyncio.ensure_future(steps())]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         tasks[1].cancel()
+        del sink.group  # it refers to what refers to it
         for task in ended:
             await task
 
