@@ -215,13 +215,12 @@ class GroupRequests:
             if state is None:
                 continue
             request = self.by_name[name] = self.by_name[name].with_token(token)
-            ended = request.over if request.scored else state.update_and_check_completion(token.token, None)
-            if ended or not request.scored:
+            if request.over or not request.scored:  # else more of its prompt comes
                 served.add(name)
-            if ended:
-                self.scheduler.finish_request(name)
-                self.scheduler.block_new_requests = False
-                del self.by_name[name]
+                if state.update_and_check_completion(token.token, None):
+                    self.scheduler.finish_request(name)
+                    self.scheduler.block_new_requests = False
+                    del self.by_name[name]
             self._notify(request, None)
         self.preemption.give_tokens(served)
 
