@@ -41,9 +41,10 @@ def check_told(asked: list[list[int]], told: Told, plain: list[torch.Tensor]) ->
 
 
 @functools.lru_cache
-def llama(layers: int, count: int, longest: int) -> tuple[Any, list[list[int]], list[torch.Tensor]]:
-    """A model, prompts, and their logprobs."""
-    model, asked = build("llama", num_hidden_layers=layers), prompts(count, longest)
+def llama(layers: int, count: int, length: int) -> tuple[Any, list[list[int]], list[torch.Tensor]]:
+    """A model, prompts of so many tokens, and their logprobs."""
+    model = build("llama", num_hidden_layers=layers)
+    asked = [(ids * length)[:length] for ids in prompts(count, 60)]
     return model, asked, [logprobs(model, prompt) for prompt in asked]
 
 
@@ -123,7 +124,7 @@ def test_prompts_are_scored_where_pages_run_out(host: int) -> None:
 
 def test_prompts_that_are_handed_over_are_scored_on() -> None:
     """Neither a score that was told, nor the KV behind it, is computed again."""
-    _, asked, plain = llama(2, 5, 250)
+    _, asked, plain = llama(2, 5, 200)
     install()
     check_told(asked, joined(to_score(asked), serve), plain)
 
