@@ -152,7 +152,8 @@ class ClientRequests:
             except ValueError as error:
                 self._notify_client(asked, str(error))
                 continue
-            self._notify_controller(protocol.Arrived(now, asked.name, len(asked.prompt), asked.new))
+            prompt, new = (len(asked.given) - 1, 1) if asked.scored else (len(asked.prompt), asked.new)
+            self._notify_controller(protocol.Arrived(now, asked.name, prompt, new))
 
     # -- for and from replicas
 

@@ -9,15 +9,18 @@ Note [Left out]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import repeat
 
 import torch
 from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from ..sampling.sampler import SampledRow, TokenCounts, draw
+from ..sampling.grammar import Grammars, Matcher
+from ..sampling.sampler import Logprobs, SampledRow, TokenCounts, draw, put
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
 from .microbatch_plan import Begun, Chunk, MicrobatchPlan, Passing, StageLink, record_of, tensor_of
@@ -27,10 +30,12 @@ from .replica_model import SpanCache, StageParts, room_of
 class StageSampler:
     """Chooses tokens on the last stage of a group, from the rows that `cache` has memory for. Used by one thread."""
 
-    def __init__(self, cache: SpanCache) -> None:
+    def __init__(self, cache: SpanCache, grammars: Grammars) -> None:
         self._cache = cache
+        self._grammars = grammars
         self._begun: dict[str, Begun] = {}
         self._counts: dict[str, TokenCounts] = {}
+        self._matched: dict[str, tuple[Matcher, list[int]]] = {}  # of requests with grammars, with their answers
 
     def begin(self, begun: Iterable[Begun]) -> None:
         """Notes requests."""
@@ -40,26 +45,48 @@ class StageSampler:
         """Forgets a request, if it is known."""
         self._begun.pop(request, None)
         self._counts.pop(request, None)
+        self._matched.pop(request, None)
 
     def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> tuple[tuple[str, ChosenToken], ...]:
-        """Returns a token for each chunk that samples one, with the name of its request. `logits`: [those chunks,
-        vocabulary]."""
+        """Returns a token for each chunk that samples one, with the name of its request, and those of prompts that are
+        scored. `logits`: [`logit_rows` of the chunks, vocabulary]."""
         wanted = [chunk for chunk in chunks if chunk.samples]
+        scored = tuple(self._score([chunk for chunk in chunks if chunk.scores], logits[len(wanted) :]))
         if not wanted:
-            return ()
+            return scored
+        logits = logits[: len(wanted)]
         drawn = draw(logits, [self._row(chunk, logits) for chunk in wanted], self._cache.logit_rows)
         for n, chunk in enumerate(wanted):
             if (counts := self._counts.get(chunk.request)) is not None:
                 counts.add(drawn.tokens[n : n + 1])
-        chosen = drawn.told(drawn.tokens.tolist())
-        return tuple((chunk.request, token) for chunk, token in zip(wanted, chosen, strict=True))
+        chosen = [*zip((chunk.request for chunk in wanted), drawn.told(drawn.tokens.tolist()), strict=True)]
+        for name, token in chosen:
+            if name in self._matched:
+                self._matched[name][1].append(token.token)
+        return (*chosen, *scored)
+
+    def _score(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> Iterator[tuple[str, ChosenToken]]:
+        """Yields the logprobs of prompts' own tokens, but for those that are known."""
+        for chunk, rows in zip(chunks, logits.split([len(chunk.ids) for chunk in chunks]), strict=True):
+            begun, first = self._begun[chunk.request], chunk.before + 1
+            targets, most = begun.tokens[first : chunk.end + 1], begun.sampling.logprobs or 0
+            logprobs = Logprobs.of(rows.float().log_softmax(-1), put(targets, torch.int64, logits.device), most)
+            for token in [*logprobs.told(targets, repeat(most, len(targets)))][max(0, begun.prompt - first) :]:
+                yield chunk.request, token
 
     def _row(self, chunk: Chunk, logits: torch.Tensor) -> SampledRow:
-        begun, prompt = self._begun[chunk.request], self._begun[chunk.request].prompt
-        if begun.tokens and chunk.request not in self._counts:
+        name, begun = chunk.request, self._begun[chunk.request]
+        sampling, prompt = begun.sampling, begun.prompt
+        allowed: Callable[[], torch.Tensor] | None = None
+        if TokenCounts.needed(sampling) and name not in self._counts:
             made = TokenCounts(begun.tokens[:prompt], begun.tokens[prompt:], logits.shape[-1], logits.device)
-            self._counts[chunk.request] = made
-        return SampledRow(begun.sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(chunk.request))
+            self._counts[name] = made
+        if sampling.grammar is not None and name not in self._matched:
+            self._matched[name] = self._grammars.matcher(sampling.grammar), [*begun.tokens[prompt:]]
+        if name in self._matched:
+            matcher, tokens = self._matched[name]
+            allowed = functools.partial(matcher.allowed, tokens)
+        return SampledRow(sampling, chunk.end, chunk.end - prompt, begun.ends, self._counts.get(name), allowed)
 
 
 class OutOfStep(RuntimeError):
@@ -80,7 +107,7 @@ class Follower:
         self._after = parts.after
         self._number = 0
         self._states: dict[str, RequestState] = {}
-        self._sampler = StageSampler(parts.cache)
+        self._sampler = StageSampler(parts.cache, parts.grammars)
         self._failed: set[str] = set()
         self._aside: set[str] = set()
 

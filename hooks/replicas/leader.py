@@ -28,6 +28,8 @@ from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
+from ..sampling.carried import is_scored
+from ..sampling.grammar import Grammars
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
 from .follower import OutOfStep, StageSampler, pass_on
@@ -144,17 +146,22 @@ class GroupRequests:
         notify: Notify,
         under_way: UnderWay,
         most: float,
+        grammars: Grammars,
     ) -> None:
-        """`under_way`, `most`: see GroupScheduler."""
+        """`under_way`, `most`: see GroupScheduler; `grammars`: with which the last stage will match answers."""
         self.by_name: dict[str, Request] = {}
         self.scheduler = GroupScheduler(cache, settings, stages, under_way, most)
         self.preemption = GroupPreemption(cache, self.scheduler, settings)
         self._notify = notify
+        self._grammars = grammars
 
     # -- coming and going
 
     def add(self, request: Request) -> None:
-        """Queues a request without KV, which may have delivered tokens. RequestTooLarge, SLOError, ManageError."""
+        """Queues a request without KV, which may have delivered tokens. RequestTooLarge, SLOError, ManageError,
+        GrammarRefused."""
+        if request.sampling.grammar is not None:
+            self._grammars.matcher(request.sampling.grammar)
         self._promise(request)
         self.scheduler.add_waiting_request(state_of(request))
         self.by_name[request.name] = request
@@ -200,18 +207,22 @@ class GroupRequests:
     # -- what came out
 
     def take_tokens(self, states: Mapping[str, RequestState], tokens: Collection[tuple[str, ChosenToken]]) -> None:
-        """Appends one token to each request. Those without a state were cancelled."""
+        """Appends tokens to requests: one that was sampled, or some that were scored. Those without a state were
+        cancelled."""
+        served = set[str]()
         for name, token in tokens:
             state = states.get(name)
             if state is None:
                 continue
             request = self.by_name[name] = self.by_name[name].with_token(token)
-            if state.update_and_check_completion(token.token, None):
-                self.scheduler.finish_request(name)
-                self.scheduler.block_new_requests = False
-                del self.by_name[name]
+            if request.over or not request.scored:  # else more of its prompt comes
+                served.add(name)
+                if state.update_and_check_completion(token.token, None):
+                    self.scheduler.finish_request(name)
+                    self.scheduler.block_new_requests = False
+                    del self.by_name[name]
             self._notify(request, None)
-        self.preemption.give_tokens(states.keys() & dict(tokens))
+        self.preemption.give_tokens(served)
 
     def compute_again(self, lacking: Sequence[RequestState], sizes: Mapping[str, int]) -> None:
         """Queues requests for which a stage had no memory, to be computed anew from all of their tokens, or fails the
@@ -357,11 +368,11 @@ class Leader:
         self._stages = 1 + len(followers)
         self._under_way = UnderWay([follower.room for follower in followers])
         most = min((follower.most for follower in followers), default=math.inf)
-        self.requests = GroupRequests(cache, settings, self._stages, notify, self._under_way, most)
+        self.requests = GroupRequests(cache, settings, self._stages, notify, self._under_way, most, parts.grammars)
         reads = min((follower.reads for follower in followers), default=math.inf)
         self._iterations = Iterations(cache, self.requests, reads)
         self._updates = FollowerUpdates(cache, self.requests)
-        self._sampler = StageSampler(cache)  # where no other stage is the last
+        self._sampler = StageSampler(cache, parts.grammars)  # where no other stage is the last
         self._number = 0
         self._failed: list[RequestState] = []  # of requests in flight for which this stage had no memory
 
@@ -491,5 +502,6 @@ class Leader:
 
 
 def _chunk(scheduled: Any) -> Chunk:
-    state = scheduled.state
-    return Chunk(state.request_id, tuple(state.tokens_to_process), state.position_offset, scheduled.has_new_token)
+    state, scores = scheduled.state, is_scored(scheduled.state)
+    ids, samples = tuple(state.tokens_to_process), scheduled.has_new_token and not scores
+    return Chunk(state.request_id, ids, state.position_offset, samples, scores)

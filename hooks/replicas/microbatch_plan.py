@@ -7,6 +7,12 @@ Note [Shape header]
     models that read ids in every layer work. Per request, a follower keeps only how many tokens have KV, and the
     last one how tokens are chosen (`Begun`).
 
+Note [Scores of a prompt]
+    A prompt whose logprobs are wanted is its first token, and the others are an answer that is given: so its scores are
+    tokens of an answer, on their way to clients, in the ledger, in a handover and after a kill. For transformers they
+    are a prompt, the last of which the last stage tells in the place of a sampled token. The first stage makes its
+    chunks small, as a loop does (hooks/sampling/loop.py), and the last one keeps only the logprobs.
+
 Note [Order]
     Plans are numbered within an epoch, and every stage takes them in this order. A stage frees the requests in `gone`
     before it computes the plan's chunks; so KV is freed only after all microbatches that could read it, and a request
@@ -19,6 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec.structs
@@ -28,6 +35,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from ...offload.policy.replicas.pipeline import ChunkCost, ChunkSize, equal_cost
 from ...offload.policy.step_costs import NOTHING, RequestSLO
+from ..sampling.carried import SAMPLING, SampledRequest
 from ..sampling.sampler import TokenCounts
 from ..sampling.settings import ChosenToken, Sampling
 
@@ -56,12 +64,14 @@ def record_of(tensor: torch.Tensor, kind: type[Record]) -> Record:
 
 class Chunk(Struct, frozen=True):
     """New tokens of one request. `ids`: of the tokens; `before`: tokens of the request that have KV already;
-    `samples`: whether the token after the last of these is sampled."""
+    `samples`: whether the token after the last of these is sampled; `scores`: whether logprobs of the tokens after
+    these are wanted, which are the request's own."""
 
     request: str
     ids: tuple[int, ...]
     before: int
     samples: bool
+    scores: bool = False
 
     @property
     def end(self) -> int:
@@ -69,9 +79,18 @@ class Chunk(Struct, frozen=True):
         return self.before + len(self.ids)
 
 
+def logit_rows(chunks: Sequence[Chunk]) -> list[int]:
+    """Returns which tokens of a microbatch the last stage needs logits of: the last one of each chunk that samples,
+    then all of those that are scored."""
+    starts = accumulate((len(chunk.ids) for chunk in chunks), initial=0)
+    spans = [(chunk, range(start, start + len(chunk.ids))) for chunk, start in zip(chunks, starts, strict=False)]
+    scored = [row for chunk, span in spans if chunk.scores for row in span]
+    return [span[-1] for chunk, span in spans if chunk.samples] + scored
+
+
 class Begun(Struct, frozen=True):
-    """A request whose first chunk is in a plan, as the last stage needs it. `prompt`: number of its tokens; `tokens`:
-    all ids so far, where its settings depend on them; else none."""
+    """A request whose first chunk is in a plan, as the last stage needs it. `prompt`: number of its tokens, and of
+    those that have been scored; `tokens`: all ids so far, where its choices or scores depend on them; else none."""
 
     request: str
     sampling: Sampling
@@ -82,8 +101,10 @@ class Begun(Struct, frozen=True):
     @classmethod
     def of(cls, request: Request) -> Begun:
         """Tells of a request, which may have delivered tokens."""
-        tokens = request.ids if TokenCounts.needed(request.sampling) else ()
-        return cls(request.name, request.sampling, len(request.prompt), request.ends, tokens)
+        sampling = request.sampling
+        needs = TokenCounts.needed(sampling) or sampling.grammar is not None or request.scored
+        known = len(request.prompt) + (len(request.delivered) if request.scored else 0)
+        return cls(request.name, sampling, known, request.ends, request.ids if needs else ())
 
 
 class MicrobatchPlan(Struct, frozen=True):
@@ -180,7 +201,7 @@ def split_iteration(
             done[index] += new
             ends = done[index] == len(chunk.ids)
             ids = chunk.ids[first : first + new]
-            cut.append(Chunk(chunk.request, ids, chunk.before + first, chunk.samples and ends))
+            cut.append(Chunk(chunk.request, ids, chunk.before + first, chunk.samples and ends, chunk.scores))
         batches.append(Microbatch(cut, [states[index] for index, _ in pieces]))
     assert done == [len(chunk.ids) for chunk in chunks], "a token is in no microbatch"
     return batches
@@ -219,7 +240,7 @@ class Request(Struct, frozen=True):
     """A request. `prompt`: token ids; `new`: tokens of the answer at most; `ends`: ids that end it; `delivered`: tokens
     of the answer so far. `ttft`, `tpot`: SLOs in seconds, for the first token and for a decoding step; None: no SLO.
     `waited`: seconds since it arrived, at the time of sending; `assignment`: counts how often it was given to a group
-    (client_requests.py)."""
+    (client_requests.py). `scored`: the whole answer, where only its logprobs are wanted: a prompt's further tokens."""
 
     name: str
     prompt: tuple[int, ...]
@@ -231,11 +252,17 @@ class Request(Struct, frozen=True):
     tpot: float | None = None
     waited: float = 0.0
     assignment: int = 0
+    scored: tuple[int, ...] = ()
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The ids of all tokens that are not to be chosen."""
+        return self.prompt + self.scored
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The ids of all tokens so far."""
-        return self.prompt + tuple(chosen.token for chosen in self.delivered)
+        return self.given if self.scored else self.prompt + tuple(chosen.token for chosen in self.delivered)
 
     @property
     def over(self) -> bool:
@@ -256,15 +283,18 @@ class Request(Struct, frozen=True):
 
 def state_of(request: Request, held: int = 0) -> RequestState:
     """Returns transformers' state of a request, of which the first `held` tokens have KV, fewer than all. Delivered
-    tokens count as prompt, as after a preemption: a decoding request has a prompt of one token left."""
+    tokens count as prompt, as after a preemption: a decoding request has a prompt of one token left. So do scored ones;
+    what comes after the last one is not asked for."""
+    scored = bool(request.scored)
     state: Any = RequestState(
         request.name,
-        list(request.ids),
+        list(request.ids[:-1] if scored else request.ids),
         streaming=True,
-        max_new_tokens=request.new - len(request.delivered),
+        max_new_tokens=1 if scored else request.new - len(request.delivered),
         eos_token_id=list(request.ends) or None,
+        logit_processor_kwargs={SAMPLING: SampledRequest(request.sampling, scored={})} if scored else {},
     )
-    if request.delivered:
+    if request.delivered and not scored:
         state._true_initial_tokens = len(request.prompt)
     if held:
         state.status = RequestStatus.PREFILLING

@@ -509,7 +509,7 @@ class SupervisorActor:
             route = self._routes.get(name)
             if route is None:
                 self._routes[name] = _Route(request, front, 0.0, had)
-            elif not self._is_gone(route.front) or route.request.prompt != request.prompt:
+            elif not self._is_gone(route.front) or route.request.given != request.given:
                 self.send(front, Told(name, 0, had, (), f"a request {name!r} has not ended yet: give another name"))
             else:
                 route.front, route.told = front, had

@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, cast
@@ -37,7 +38,10 @@ from ..batching.memory import memory_of
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
-from ..server.loading import loaded, suitable
+from ..sampling.grammar import GrammarRefused, Grammars
+from ..server.loading import loaded, source_of, suitable
+from ..server.rendering import tokenizer_of
+from ..server.served import ends_of
 from ..splice.splice import Splice
 from .channel import SupervisorChannel, ToSupervisor
 from .errors import SupervisorLost
@@ -163,7 +167,12 @@ def run(options: ReplicaOptions, device: Device, rank: int, channel: ToSuperviso
     """Serves as a replica until its supervisor ends. ManageError, SpliceError; JoinRefused; SupervisorLost before it
     serves; torch.OutOfMemoryError."""
     name, say, tuning = options.model, options.say, options.tuning
+    tokenizer = tokenizer_of(source_of(name, own_templates=False))
     model = loaded(name, device, say)
+    ends, vocabulary = ends_of(model.generation_config, tokenizer), model.config.get_text_config().vocab_size
+    grammars = Grammars(tokenizer, ends, vocabulary)
+    with suppress(GrammarRefused):  # each request with one is told
+        grammars.matcher("start: //")  # the first takes a second
     handle = managed(model, ManageOptions.of(options.manage))
     try:
         with Splice(model) as splice:
@@ -180,7 +189,7 @@ def run(options: ReplicaOptions, device: Device, rank: int, channel: ToSuperviso
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
-            replica = ReplicaModel(name, model, splice, settings, times)
+            replica = ReplicaModel(name, model, splice, settings, times, grammars)
             hello = _hello(replica, handle, device, cost, rank)
             channel.serving.set()
             attach = None if options.attach is None else options.attach(Config.from_env())

@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from transformers import GenerationConfig
@@ -48,9 +48,12 @@ from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
 from ..forward.lease import GroupLease
+from ..sampling.grammar import Grammars
+from ..sampling.sampler import put
 from ..splice.forms import States
-from .microbatch_plan import Chunk, StageLink
+from .microbatch_plan import Chunk, StageLink, logit_rows
 
+_NO_GRAMMARS: Final = Grammars(None, (), 0)
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 
 
@@ -363,7 +366,7 @@ class SpanRunner:
     def run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
         """Computes chunks, whose requests have their blocks. `states`: of the requests, advanced by their chunks;
         `given`: the states from the stage before. Returns the states for the next stage, or on the last stage the
-        logits [sampling chunks, vocabulary]. torch.OutOfMemoryError."""
+        logits [`logit_rows`, vocabulary]. torch.OutOfMemoryError."""
         began = None if self._times is None else self._times.begin()
         made = self._run(chunks, states, given)
         if self._times is not None and began is not None:
@@ -376,14 +379,12 @@ class SpanRunner:
         new, read = sum(len(chunk.ids) for chunk in chunks), sum(chunk.before for chunk in chunks)
         self._inputs.prepare_batch_tensors(batch, self._processors, fast, new, read, use_padding=False)
         inputs: dict[str, Any] = dict(self._inputs.get_model_kwargs())
-        sampled = sum(chunk.samples for chunk in chunks)
-        indices = inputs["logits_indices"][:sampled]
-        if self.last and self._keeps:
-            inputs["logits_to_keep"] = indices
-        made = self._runs(self._cache.layers, given, inputs)
         if not self.last:
-            return made
-        (logits,) = made
+            return self._runs(self._cache.layers, given, inputs)
+        indices = put(logit_rows(chunks), torch.int64, self._cache.device)
+        if self._keeps:
+            inputs["logits_to_keep"] = indices
+        (logits,) = self._runs(self._cache.layers, given, inputs)
         return (logits[0] if self._keeps else logits[0, indices],)
 
 
@@ -395,13 +396,15 @@ def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """A managed model. `runs`: runs some of its layers; `times`: measures microbatches; None: they are not measured."""
+    """A managed model. `runs`: runs some of its layers; `times`: measures microbatches; None: they are not measured;
+    `grammars`: of its tokens; without a tokenizer all are refused."""
 
     name: str
     model: Any
     runs: RunsLayers
     settings: GroupSettings
     times: StageTimes | None = None
+    grammars: Grammars = _NO_GRAMMARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +415,7 @@ class StageParts:
     epoch: int
     cache: SpanCache
     runner: SpanRunner
+    grammars: Grammars
     before: StageLink | None
     after: StageLink | None
 

@@ -12,9 +12,10 @@ from ...offload.policy.replicas.pipeline import ChunkCost
 from ..device import governors
 from ..server.anteroom import Anteroom
 from ..server.application import Address, Application
-from ..server.loading import config_of, described, source_of
+from ..server.loading import config_of, described, generation_config_of, source_of
 from ..server.render_pool import RenderPool
-from ..server.served import Models, pooled, prepared_by
+from ..server.rendering import tokenizer_of
+from ..server.served import Models, ends_of, pooled, prepared_by
 from ..watch.registry import Addition
 from .channel import Wakeup
 from .child_processes import ChildProcesses, ReplicaPipes
@@ -175,7 +176,9 @@ class ReplicaServer:
         source = source_of(name, own_templates=address.own_templates)
         self._pool = RenderPool(prepared_by([source]), governors.composed_with().tuning.clients)
         try:
-            self.engine = FleetEngine(fleet.clients, config_of(source), address.waiting)
+            config = config_of(source)
+            ends = ends_of(generation_config_of(source, config), tokenizer_of(source))
+            self.engine = FleetEngine(fleet.clients, config, address.waiting, ends)
             (shown,) = address.names or (name,)
             models = Models([described(shown, self.engine, source, pooled(self._pool))])
             self._application = Application(models, address, say)

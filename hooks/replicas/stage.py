@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def _parts(self) -> StageParts:
-        return StageParts(self.epoch, self.cache, self._runner, self._before, self._after)
+        return StageParts(self.epoch, self.cache, self._runner, self._replica.grammars, self._before, self._after)
 
     def _new_follower(self, number: int) -> Follower:
         return Follower(number, self._parts)

@@ -10,11 +10,13 @@ Note [llguidance]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import torch
 
+from ...allocator.errors import BallonetError, ExtraMissing
 from .sampler import WORD
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
@@ -33,28 +35,43 @@ def grammar_of(kind: Kind, text: str) -> str:
     return grammar
 
 
+class GrammarRefused(BallonetError):
+    """A grammar cannot be used, or none can with this model or installation."""
+
+
 class Grammars:
     """Grammars over the tokens of one model. `ends`: its tokens that end an answer; they alone may follow a complete
     one."""
 
     def __init__(self, tokenizer: Any, ends: Iterable[int], vocabulary: int) -> None:
-        """`tokenizer`: a fast one of transformers; `vocabulary`: logits of the model. Takes about a second.
-        ModuleNotFoundError; ValueError where the tokenizer cannot be used."""
-        from llguidance.hf import from_tokenizer
-
-        self.ends = tuple(end for end in ends if end < len(tokenizer))
-        if not self.ends:
-            raise ValueError("the model has no token that ends an answer")
+        """`tokenizer`: a fast one of transformers; `vocabulary`: logits of the model."""
+        self.ends = tuple(ends)
+        self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._tokens = from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(self.ends))
+
+    @functools.cached_property
+    def tokens(self) -> Any:
+        """The tokens as llguidance has them. Takes about a second, once. GrammarRefused."""
+        try:
+            from llguidance.hf import from_tokenizer
+
+            known = len(self._tokenizer) if self.ends else 0
+            if not (ends := [end for end in self.ends if end < known]):
+                raise GrammarRefused("the model has no token that ends an answer")
+            return from_tokenizer(self._tokenizer, n_vocab=max(self._vocabulary, known), eos_token=ends)
+        except ModuleNotFoundError:
+            raise GrammarRefused(str(ExtraMissing("grammars", "llguidance", "structured"))) from None
+        except ValueError as error:
+            raise GrammarRefused(f"the model's tokenizer has no grammars: {error}") from None
 
     def matcher(self, grammar: str) -> Matcher:
-        """Makes the matcher of one answer. ValueError where the grammar cannot be used."""
+        """Makes the matcher of one answer. GrammarRefused."""
+        tokens = self.tokens
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        matcher = LLMatcher(tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the grammar cannot be used: {matcher.get_error()}")
+            raise GrammarRefused(f"the grammar cannot be used: {matcher.get_error()}")
         return Matcher(matcher, -(-self._vocabulary // WORD))
 
 

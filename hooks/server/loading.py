@@ -81,12 +81,13 @@ def described(shown: str, engine: Engine, source: Source, renderer: Renderer, mo
     """Describes a model to endpoints. `shown`: the name that clients ask for; `model`: it; None: its files say the
     same."""
     config = config_of(source) if model is None else model.config
-    generation = _generation(source, config) if model is None else model.generation_config
+    generation = generation_config_of(source, config) if model is None else model.generation_config
     longest, ends = longest_sequence(config) or None, ends_of(generation, tokenizer_of(source))
     return ServedModel(shown, engine, source, renderer, longest, config.vocab_size, ends, Defaults.of(generation))
 
 
-def _generation(source: Source, config: Any) -> GenerationConfig:
+def generation_config_of(source: Source, config: Any) -> GenerationConfig:
+    """Reads a model's GenerationConfig; makes it from `config` where the model has none."""
     try:
         return GenerationConfig.from_pretrained(source.name, revision=source.revision)
     except OSError:  # it has none

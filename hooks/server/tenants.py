@@ -36,10 +36,11 @@ from ..batching.scheduler import ElasticScheduler
 from ..batching.seams import why_stock
 from ..compat import longest_sequence
 from ..sampling.carried import SAMPLING, SampledRequest
-from ..sampling.grammar import Grammars, Matcher
+from ..sampling.grammar import GrammarRefused, Grammars
 from ..sampling.loop import LoopSampler
 from ..sampling.settings import ChosenToken, Sampling
 from .engine import Denial, Generation, Listener, Update, check_fits, check_name, check_waiting, tell
+from .served import ends_of
 
 _THE_REQUEST: Final = "the request"  # in messages to its client
 _ENDING: Final = "the server shuts down"
@@ -95,7 +96,10 @@ class Loop:
         """Computes an answer, see Engine. Denial."""
         request = SampledRequest(generation.sampling)
         if (text := generation.sampling.grammar) is not None:
-            request.grammar = await asyncio.to_thread(self._matcher, text)
+            try:
+                request.grammar = await asyncio.to_thread(self._grammars.matcher, text)
+            except GrammarRefused as error:
+                raise Denial(400, str(error), "invalid_value", "response_format") from None
             generation = replace(generation, ends=tuple({*generation.ends, *self._grammars.ends}))
         listener = await self._begin(generation, request, generation.most)
         try:
@@ -212,20 +216,8 @@ class Loop:
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
-        ends = self._model.generation_config.eos_token_id
-        ends = [self._tokenizer.eos_token_id] if ends is None else ends
-        given = ends if isinstance(ends, list) else [ends]
-        return Grammars(self._tokenizer, [end for end in given if end is not None], self._vocabulary)
-
-    def _matcher(self, grammar: str) -> Matcher:
-        """Makes the matcher of an answer. Takes a second for the first one. Denial."""
-        try:
-            return self._grammars.matcher(grammar)
-        except ModuleNotFoundError as error:
-            why = f"grammars need {error.name}: pip install 'ballonet[structured]'"
-            raise Denial(400, why, "unsupported_parameter", "response_format") from None
-        except ValueError as error:
-            raise Denial(400, str(error), "invalid_value", "response_format") from None
+        ends = ends_of(self._model.generation_config, self._tokenizer)
+        return Grammars(self._tokenizer, ends, self._vocabulary)
 
     def _start(self) -> None:
         """Starts the loop, so that its cache and its scheduler exist when this returns. Denial."""

@@ -170,6 +170,13 @@ class Stock:
         tokens = self._model.generate(ids, do_sample=False, max_new_tokens=asked.new)
         return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
+    @torch.no_grad()
+    def scores(self, asked: Asked) -> list[float]:
+        """Logprobs of the tokens of a prompt, without the first."""
+        ids = torch.tensor([self._tokenizer(text_of(asked))["input_ids"]])
+        logprobs = self._model(ids).logits[0, :-1].log_softmax(-1)
+        return [float(one) for one in logprobs.gather(-1, ids[0, 1:, None])[:, 0]]
+
     def answers(self, asked: Sequence[Asked]) -> list[str]:
         return [self.answer(request) for request in asked]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import combinations
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from msgspec import structs
 
 import ballonet
+from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.replicas.follower import Follower
+from ballonet.hooks.replicas.frontend import FleetEngine
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Regrouping
 from ballonet.hooks.replicas.leader import Leader, Notify
 from ballonet.hooks.replicas.link import LinkState
@@ -22,10 +25,13 @@ from ballonet.hooks.replicas.messages import Message
 from ballonet.hooks.replicas.microbatch_plan import Request, SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SpanCache
 from ballonet.hooks.replicas.stage import Stage, WatchedLink
+from ballonet.hooks.sampling.grammar import Grammars
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
 from ballonet.offload.policy.replicas.groups import Group, Span
+
+from ..models import VOCABULARY
 
 Inbox = defaultdict[str, deque[torch.Tensor]]
 
@@ -254,8 +260,9 @@ def hollow(model: Any, layers: range) -> Any:
 class Replicas:
     """Managed models, each of which is a replica, until it is left."""
 
-    def __init__(self, models: Sequence[Any], **batching: Any) -> None:
+    def __init__(self, models: Sequence[Any], grammars: Grammars | None = None, **batching: Any) -> None:
         self._models = models
+        self._grammars = grammars or Grammars(None, (), 0)
         self._batching = {"page_size": BLOCK, **batching}
         self._stack = ExitStack()
 
@@ -264,8 +271,8 @@ class Replicas:
             self._stack.enter_context(ballonet.manage(model))
         splices = [self._stack.enter_context(Splice(model)) for model in self._models]
         return [
-            ReplicaModel(f"r{n}", model, splices[n], GroupSettings.of(model, CHUNK, **self._batching))
-            for n, model in enumerate(self._models)
+            ReplicaModel(f"r{n}", model, splice, GroupSettings.of(model, CHUNK, **self._batching), None, self._grammars)
+            for n, (model, splice) in enumerate(zip(self._models, splices, strict=True))
         ]
 
     def __exit__(self, *error: Any) -> None:
@@ -282,18 +289,78 @@ def requests(asked: Sequence[Sequence[int]], new: int = 12, sampling: Sampling |
 
 
 def answered(
-    model: Any, asked: Sequence[Request], stages: int, *, split: SplitPolicy = split_by_tokens, broken: bool = True
+    model: Any,
+    asked: Sequence[Request],
+    stages: int,
+    *,
+    split: SplitPolicy = split_by_tokens,
+    broken: bool = True,
+    grammars: Grammars | None = None,
 ) -> list[list[int]]:
     """What a group of copies of a model answers; `broken`: each copy can compute its own span alone."""
     spans, told = evenly(model.config.num_hidden_layers, stages), Told()
     models = [hollow(model, layers) if broken else copy.deepcopy(model) for layers in spans]
-    with Replicas(models) as members:
+    with Replicas(models, grammars) as members:
         group = InProcess(1, members, spans, told, split)
         for request in asked:
             group.add(request)
         group.run()
         assert all(not follower.held for follower in group.followers)
     return told.answers(asked)
+
+
+class GroupSink:
+    """A RequestSink in front of a group, in the place of a supervisor and replicas."""
+
+    failed: str | None = None
+    waiting = 0
+
+    def __init__(self, group: Callable[[Notify], InProcess], config: Any, ends: tuple[int, ...]) -> None:
+        self.engine = FleetEngine(self, config, 64, ends)
+        self.group = group(self._deliver)
+
+    def submit(self, request: Request) -> None:
+        try:
+            self.group.add(request)
+        except BallonetError as error:
+            self._deliver(request, error)
+
+    def cancel(self, name: str) -> None:
+        self.group.leader.requests.cancel(name)
+
+    def end_requests(self) -> None: ...
+
+    def _deliver(self, request: Request, error: Exception | None) -> None:
+        self.engine.deliver(request, None if error is None else f"{type(error).__name__}: {error}")
+
+
+def in_a_group(
+    model: Any,
+    scene: Callable[[FleetEngine, InProcess], Awaitable[None]],
+    stages: int,
+    tokenizer: Any = None,
+    ends: tuple[int, ...] = (),
+) -> None:
+    """Runs a scene with a group of copies of a model behind a FleetEngine, as `in_a_loop` does with a loop."""
+    spans = evenly(model.config.num_hidden_layers, stages)
+
+    async def run(members: Sequence[ReplicaModel]) -> None:
+        sink = GroupSink(lambda told: InProcess(1, members, spans, told), model.config, ends)
+
+        async def steps() -> None:
+            while True:
+                sink.group.step()
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.ensure_future(scene(sink.engine, sink.group)), asyncio.ensure_future(steps())]
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks[1].cancel()
+        del sink.group  # it refers to what refers to it
+        for task in ended:
+            await task
+
+    with Replicas([hollow(model, layers) for layers in spans], Grammars(tokenizer, ends, VOCABULARY)) as members:
+        asyncio.run(run(members))
 
 
 class Desk:

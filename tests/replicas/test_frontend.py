@@ -63,7 +63,7 @@ async def begun(engine: FleetEngine, asked: Generation) -> asyncio.Task[Any]:
 
 def test_an_answer_comes_as_it_is_delivered() -> None:
     taking = Takes()
-    engine = FleetEngine(taking, CONFIG, 8)
+    engine = FleetEngine(taking, CONFIG, 8, (9,))
     tokens = ChosenToken(7, -0.5, ((7, -0.5),)), ChosenToken(8, -0.1), ChosenToken(9, -0.2)
 
     async def scene() -> None:
@@ -85,7 +85,7 @@ def test_an_answer_comes_as_it_is_delivered() -> None:
 def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> None:
     """Clients choose names: a proxy that sends a request again does so with the same one."""
     taking = Takes()
-    engine = FleetEngine(taking, CONFIG, 8)
+    engine = FleetEngine(taking, CONFIG, 8, (9,))
 
     async def scene() -> None:
         first = await begun(engine, asked_of())
@@ -109,12 +109,11 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> No
         (asked_of("a", 1, 60), 400, "invalid_value"),
         (Generation("a", (), 3, Sampling()), 400, "invalid_value"),
         (asked_of(sampling=Sampling(bias=((60, 1.0),))), 400, "invalid_value"),
-        (asked_of(sampling=Sampling(grammar="start: /a/")), 400, "unsupported_parameter"),
         (asked_of("a", *range(30)), 400, "context_length_exceeded"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(asked: Generation, status: int, code: str) -> None:
-    denial = asyncio.run(denied(FleetEngine(Takes(), CONFIG, 8), asked))
+    denial = asyncio.run(denied(FleetEngine(Takes(), CONFIG, 8, (9,)), asked))
     assert denial is not None
     assert (denial.status, denial.code) == (status, code)
 
@@ -122,7 +121,7 @@ def test_what_cannot_be_computed_is_refused(asked: Generation, status: int, code
 def test_more_requests_than_may_wait_are_told_when_to_come_again() -> None:
     taking = Takes()
     taking.waiting = 8
-    denial = asyncio.run(denied(FleetEngine(taking, CONFIG, 8), asked_of()))
+    denial = asyncio.run(denied(FleetEngine(taking, CONFIG, 8, (9,)), asked_of()))
     assert denial is not None
     assert (denial.status, denial.retry_after) == (429, 1.0)
 
@@ -132,12 +131,13 @@ def test_more_requests_than_may_wait_are_told_when_to_come_again() -> None:
     [
         ("SLOError: request a: tpot of 1 s cannot be kept", 422, "the request: tpot of 1 s cannot be kept"),
         ("RequestTooLarge: a needs 3 GiB", 413, "the request needs 3 GiB"),
+        ("GrammarRefused: the grammar cannot be used: no rule", 400, "the grammar cannot be used: no rule"),
         ("no replica is left", 503, "no replica is left"),
     ],
 )
 def test_an_error_of_replicas_ends_its_request(error: str, status: int, text: str) -> None:
     taking = Takes()
-    engine = FleetEngine(taking, CONFIG, 8)
+    engine = FleetEngine(taking, CONFIG, 8, (9,))
 
     async def scene() -> None:
         task = await begun(engine, asked_of())
@@ -151,7 +151,7 @@ def test_an_error_of_replicas_ends_its_request(error: str, status: int, text: st
 
 def test_a_fleet_that_has_failed_answers_nothing() -> None:
     taking = Takes()
-    engine = FleetEngine(taking, CONFIG, 8)
+    engine = FleetEngine(taking, CONFIG, 8, (9,))
     assert engine.answers
     taking.failed = "replicas do not start"
     assert not engine.answers
@@ -175,7 +175,7 @@ def test_the_slos_of_a_request_go_with_it(slo: tuple[float | None, float | None]
     taking = Takes()
 
     async def scene() -> None:
-        task = await begun(FleetEngine(taking, CONFIG, 8), asked_of(ttft=slo[0], tpot=slo[1]))
+        task = await begun(FleetEngine(taking, CONFIG, 8, (9,)), asked_of(ttft=slo[0], tpot=slo[1]))
         task.cancel()
 
     asyncio.run(scene())

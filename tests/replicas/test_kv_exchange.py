@@ -23,6 +23,7 @@ from ballonet.hooks.replicas import kv_exchange as handover
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece, Regrouping, moves
 from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica_model import ReplicaModel, SpanCache
+from ballonet.hooks.sampling.grammar import Grammars
 from ballonet.hooks.sampling.settings import Sampling
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 
@@ -85,11 +86,14 @@ def of_one_replica(sampling: Sampling | None = None) -> tuple[list[Request], lis
 
 
 def joined(
-    asked: list[Request], act: Callable[[InProcess, Regroup], None], before: Callable[[InProcess], None] | None = None
+    asked: list[Request],
+    act: Callable[[InProcess, Regroup], None],
+    before: Callable[[InProcess], None] | None = None,
+    grammars: Grammars | None = None,
 ) -> Told:
     """Two groups of one become one of two, while their requests run; `act` is called for each step."""
     told = Told()
-    with Replicas([build("llama", num_hidden_layers=2) for _ in range(2)]) as members:
+    with Replicas([build("llama", num_hidden_layers=2) for _ in range(2)], grammars) as members:
         singles = [InProcess(0, [member], [range(2)], told) for member in members]
         for number, request in enumerate(asked):
             singles[number % 2].add(request)

@@ -12,13 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import BadRequestError, OpenAI
 
 from ballonet.hooks.virtual_replicas.costs import read_costs
 from ballonet.testing import replica_faults
 
-from .fleet import ENVIRONMENT, NEEDS_ALL, Asked, Program, Running, Stock, drawn, free_port, made, post, wait, wait_gone
+from .fleet import (
+    ENVIRONMENT,
+    NEEDS_ALL,
+    Asked,
+    Program,
+    Running,
+    Stock,
+    drawn,
+    free_port,
+    made,
+    post,
+    text_of,
+    wait,
+    wait_gone,
+)
 
 
 class Measuring(Program):
@@ -45,6 +61,17 @@ def test_measured_costs_are_written_to_the_file(program: Program) -> None:
     assert fitted is None
     assert cost.batch([(0, 100)]) > cost.gamma > 0
     assert program.said().count("what a batch takes is predicted within") == 2
+
+
+def test_a_client_gets_scores_of_its_prompt_or_why_its_form_cannot_be_held(program: Program) -> None:
+    asked: Any = {"model": program.model, "prompt": text_of(drawn(1)[0]), "max_tokens": 1, "temperature": 0}
+    client = OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=1800)
+    stock = Stock(program.model)
+    got = client.completions.create(**asked, echo=True, logprobs=0).choices[0].logprobs
+    assert got is not None
+    assert (got.token_logprobs or [])[1:-1] == pytest.approx(stock.scores(drawn(1)[0]), abs=1e-3)
+    with pytest.raises(BadRequestError, match=r"no token that ends an answer|llguidance"):
+        client.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["w3", "w4"]}})
 
 
 def test_a_replica_that_is_killed_takes_no_answer_with_it(program: Program) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig
 
 import ballonet
+from ballonet.hooks.sampling.grammar import Matcher
 from ballonet.hooks.sampling.sampler import SampledRow, TokenCounts, draw
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.server.engine import Denial, Engine, Generation, Update
@@ -39,14 +41,16 @@ def named(prompt: Sequence[int], most: int, sampling: Sampling, **more: Any) -> 
 
 
 @torch.no_grad()
-def alone(model: Any, asked: Generation) -> list[ChosenToken]:
-    """What the model answers, a whole forward per token; before it is managed."""
+def alone(model: Any, asked: Generation, matcher: Matcher | None = None) -> list[ChosenToken]:
+    """What the model answers, a whole forward per token; before it is managed. `matcher`: of its grammar."""
     tokens, chosen = list(asked.prompt), list[ChosenToken]()
     while len(chosen) < asked.most and not (chosen and chosen[-1].token in asked.ends):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1:].float()
         answer = [token.token for token in chosen]
         counts = TokenCounts(asked.prompt, answer, logits.shape[-1], logits.device)
-        drawn = draw(logits, [SampledRow(asked.sampling, len(tokens), len(answer), asked.ends, counts)], 8)
+        allowed = None if matcher is None else partial(matcher.allowed, answer)
+        row = SampledRow(asked.sampling, len(tokens), len(answer), asked.ends, counts, allowed)
+        drawn = draw(logits, [row], 8)
         chosen += drawn.told(drawn.tokens.tolist())
         tokens.append(chosen[-1].token)
     return chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ballonet.hooks.sampling.grammar import grammar_of
 from ballonet.hooks.sampling.settings import Sampling
+from ballonet.hooks.server.engine import Engine, Generation
 from ballonet.hooks.server.tenants import Loop
 
 from ..models import build
@@ -49,8 +51,8 @@ def letters() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-def llama() -> Any:
-    model = build("llama", num_hidden_layers=2)
+def llama(layers: int = 2) -> Any:
+    model = build("llama", num_hidden_layers=layers)
     model.generation_config.eos_token_id = 0
     return model
 
@@ -67,32 +69,40 @@ def fits(form: str, text: str) -> bool:
     return isinstance(read, dict)
 
 
-@pytest.mark.parametrize("two", [False, True], ids=["one in flight", "two in flight"])
-def test_answers_have_their_forms(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside each other and answers without a form, which stay what they are. A bias keeps numbers and spaces short."""
-    if two:
-        asynchronous.allow(monkeypatch)
+def asked_in_forms() -> list[tuple[str, Generation]]:
+    """Requests with their forms. A bias keeps numbers and spaces short."""
     long = [(n, -8.0) for n, letter in enumerate(LETTERS) if letter in "0123456789\\Ġ[{:"]
     short = (*long, (0, 8.0), (LETTERS.index("z"), 5.0))
-    asked = [
+    return [
         (form, named(prompt, 150, Sampling(n, temperature, bias=short, grammar=FORMS[form])))
         for n, (form, prompt) in enumerate(zip([*FORMS] * 2, prompts(8, 40), strict=True))
         for temperature in (0.0, 1.5)
     ]
+
+
+async def answers_have_their_forms(engine: Engine, asked: Sequence[tuple[str, Generation]], tokenizer: Any) -> None:
+    got = await asyncio.gather(*(answer(engine, request) for _, request in asked))
+    ended = 0
+    for (form, request), (tokens, why) in zip(asked, got, strict=True):
+        text = tokenizer.decode([token.token for token in tokens if token.token])
+        ended += why == "stop"
+        assert why == "length" or (fits(form, text) and tokens[-1].token == 0), (form, text, request)
+    assert ended > len(asked) / 2
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one in flight", "two in flight"])
+def test_answers_have_their_forms(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside each other and answers without a form, which stay what they are."""
+    if two:
+        asynchronous.allow(monkeypatch)
     free = named(prompts(1, 30)[0], 12, Sampling(3, 1.2, frequency=0.5))
     expected, tokenizer = alone(llama(), free), letters()
     install(256)
 
     async def scene(loop: Loop) -> None:
-        answers = [answer(loop, request) for _, request in asked]
-        *got, (plain, _) = await asyncio.gather(*answers, answer(loop, free))
-        ended = 0
-        for (form, request), (tokens, why) in zip(asked, got, strict=True):
-            text = tokenizer.decode([token.token for token in tokens if token.token])
-            ended += why == "stop"
-            assert why == "length" or (fits(form, text) and tokens[-1].token == 0), (form, text, request)
-        assert ended > len(asked) / 2
-        assert close_to(plain, expected)
+        forms = answers_have_their_forms(loop, asked_in_forms(), tokenizer)
+        plain, _none = await asyncio.gather(answer(loop, free), forms)
+        assert close_to(plain[0], expected)
 
     in_a_loop(llama(), scene, tokenizer=tokenizer, use_async_batching=two)
 

@@ -250,6 +250,16 @@ def test_logprobs_are_those_of_a_plain_forward() -> None:
         assert [value for _, value in token.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+def check_scores(asked: Sequence[Sequence[int]], got: Sequence[Sequence[ChosenToken]], plain: list[Any]) -> None:
+    """Are these the scores of prompts, with two likeliest tokens each? `plain`: their `logprobs`."""
+    for prompt, tokens, right in zip(asked, got, plain, strict=True):
+        assert [token.token for token in tokens] == [*prompt]
+        assert tokens[0] == ChosenToken(prompt[0])
+        for at, token in enumerate(tokens[1:]):
+            assert token.logprob == pytest.approx(float(right[at, token.token]), abs=1e-4)
+            assert [value for _, value in token.likeliest] == pytest.approx(right[at].topk(2).values.tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "phi"])
 def test_scores_of_prompts_are_those_of_a_plain_forward(name: str, two: bool) -> None:
     """Several at once, beside answers, where blocks of the same prompt are kept; each in many chunks."""
@@ -268,14 +278,7 @@ def test_scores_of_prompts_are_those_of_a_plain_forward(name: str, two: bool) ->
         (*got, _) = await asyncio.gather(*scored, answer(loop, named(asked[1], 30, Sampling())))
         assert forwarded is not None
         assert max(rows) <= forwarded.cache.logit_rows < 150
-        for prompt, tokens, right in zip(asked, got, plain, strict=True):
-            assert [token.token for token in tokens] == prompt
-            assert tokens[0] == ChosenToken(prompt[0])
-            for at, token in enumerate(tokens[1:]):
-                assert token.logprob == pytest.approx(float(right[at, token.token]), abs=1e-4)
-                assert [value for _, value in token.likeliest] == pytest.approx(
-                    right[at].topk(2).values.tolist(), abs=1e-4
-                )
+        check_scores(asked, got, plain)
         assert await loop.score(named([7], 1, Sampling())) == (ChosenToken(7),)
 
     in_a_loop(model, scene, use_async_batching=two)
