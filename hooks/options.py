@@ -122,7 +122,10 @@ class ManageOptions:
     prefix_cache: bool | int | None = field(
         default=None,
         metadata=_row(
-            _prefix_cache, "SIZE", "keep what generate() computed, for prompts that begin with it", switch=True
+            _prefix_cache,
+            "SIZE",
+            "keep what was computed, for prompts that begin with it; by default only where there is a folder",
+            switch=True,
         ),
     )
     prefix_dir: Path | None = field(

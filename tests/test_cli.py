@@ -94,6 +94,13 @@ def test_every_command_has_help_and_those_that_print_take_json(
     assert "--json" in out or command in ("", "run")
 
 
+def test_help_of_serve_tells_the_default_of_each_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = told(capsys, "serve", "--help")
+    flags = [entry for entry in re.split(r"\n  (?=--)", out)[1:] if re.match(r"\S+ [A-Z]", entry)]
+    assert len(flags) > 20
+    assert [entry.split()[0] for entry in flags if "default" not in entry] == []
+
+
 @pytest.mark.parametrize("command", PRINTS)
 def test_tables_are_for_people_and_json_for_programs(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

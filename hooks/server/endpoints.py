@@ -16,23 +16,23 @@ from .chat import Chats
 from .completions import TextCompletions
 from .engine import Denial
 from .http import APIEndpoint, Handler, HTTPCall, answered, denied
-from .openapi import description
+from .openapi import Health, description
 from .responses import ResponsesEndpoint
-from .served import Models, ServedModel
+from .served import ModelList, Models
 
 
 def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middleware] = ()) -> Starlette:
     """Makes the application. Whoever puts something before its routes may raise Denial."""
 
     async def listed(_: HTTPCall) -> Response:
-        return answered({"object": "list", "data": [_shown(model) for model in models]})
+        return answered(ModelList([model.card for model in models]))
 
     async def shown(call: HTTPCall) -> Response:
-        return answered(_shown(models.get(call.parameters["model"])))
+        return answered(models.get(call.parameters["model"]).card)
 
     async def health(_: HTTPCall) -> Response:
         models.check()
-        return answered({"status": "ok"})
+        return answered(Health())
 
     async def metrics(_: HTTPCall) -> Response:
         return Response(registry.text(), media_type="text/plain; version=0.0.4")
@@ -58,13 +58,3 @@ def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middlew
         middleware=middleware,
         exception_handlers={HTTPException: denied, Denial: denied},
     )
-
-
-def _shown(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "ballonet",
-        "max_model_len": model.longest,
-    }

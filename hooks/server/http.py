@@ -123,8 +123,9 @@ async def streamed(events: AsyncGenerator[Any, None], failed_event: Callable[[Er
 
 
 def _line(event: Any) -> bytes:
-    """An event of a stream; those that are objects with a `type` have it as their name."""
-    name = f"event: {event['type']}\n".encode() if isinstance(event, dict) else b""
+    """An event of a stream; those with a `type` have it as their name."""
+    kind = getattr(event, "type", None)
+    name = f"event: {kind}\n".encode() if kind else b""
     return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 

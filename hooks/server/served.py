@@ -6,7 +6,9 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+from msgspec import Struct
 
 from .engine import Denial, Engine
 from .fields import ASKING, Body, decoded
@@ -31,6 +33,24 @@ class Tokens:
     def bytes(self, token: int) -> list[int] | None:
         """The bytes of a token's text; None for a part of a character."""
         return None if "\ufffd" in (text := self.text(token)) else list(text.encode())
+
+
+class ModelCard(Struct, frozen=True):
+    """What clients are told of a model. `created`: seconds since 1970; `max_model_len`: tokens of a sequence, null:
+    without a limit."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: Literal["model"] = "model"
+    owned_by: Literal["ballonet"] = "ballonet"
+
+
+class ModelList(Struct, frozen=True):
+    """The models of a server."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
 
 
 Renderer = Callable[[Source, RenderJob], Awaitable[Rendered]]
@@ -61,6 +81,11 @@ class ServedModel:
     ends: tuple[int, ...] = ()
     defaults: Defaults = field(default_factory=Defaults)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def card(self) -> ModelCard:
+        """What clients are told of it."""
+        return ModelCard(self.name, self.created, self.longest)
 
     @property
     def tokenizer(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ import openai
 import pytest
 from msgspec import json as msgspec_json
 from openai import OpenAI
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from transformers import GenerationConfig
 
 from ballonet.hooks.server.engine import Denial
@@ -541,6 +546,48 @@ def test_the_description_is_made_of_the_types(scene: Scene) -> None:
     referred = {path.rpartition("/")[2] for path in _references(described)}
     assert referred <= {*schemas}
     assert msgspec_json.encode(described)
+
+
+def test_the_description_says_what_answers_and_errors_there_are(scene: Scene) -> None:
+    described = scene.http.get("/openapi.json").json()
+    assert {*described["paths"]} == {re.sub(":path", "", route.path) for route in scene.app.routes}
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            right = operation["responses"]["200"]["content"]
+            is_typed = all("$ref" in content["schema"] for content in right.values())
+            assert is_typed or path in ("/metrics", "/openapi.json")
+            texts = [answer["description"] for answer in operation["responses"].values()]
+            assert len(texts) == len({*texts}) > 3
+    assert described["paths"]["/health"]["get"]["security"] == []
+    for name, kind in described["components"]["schemas"].items():
+        for field, schema in kind.get("properties", {}).items():
+            assert schema.keys() - {"default", "description"}, (name, field)
+
+
+def test_answers_have_the_types_of_the_stock_client(scene: Scene) -> None:
+    """It takes any answer; here its types are checked."""
+    logprobs = {"logprobs": True, "top_logprobs": 1}
+    flat = [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": False}]
+    told = {"include": ["message.output_text.logprobs"], "reasoning": {"effort": "low"}, "metadata": {"a": "b"}}
+    for path, body, whole, part in (
+        ("chat/completions", {"messages": [USER], "n": 2, **logprobs}, ChatCompletion, ChatCompletionChunk),
+        ("chat/completions", {"messages": [USER], "tools": TOOLS}, ChatCompletion, ChatCompletionChunk),
+        ("completions", {"prompt": "x", "logprobs": 1, "max_tokens": 4}, Completion, None),
+        ("responses", {"input": "hi", **told}, Response, ResponseStreamEvent),
+        ("responses", {"input": "hi", "tools": flat, "max_output_tokens": 90}, Response, ResponseStreamEvent),
+    ):
+        scene.says("<think>hm</think>", CALL)
+        TypeAdapter(whole).validate_python(scene.post(path, body)[1], strict=True)
+        if part is not None:
+            events = scene.events(path, body)
+            assert len(events) > 2
+            for event in events:
+                TypeAdapter(part).validate_python(event, strict=True)
+    scene.says("hello", Denial(503, "gone"))
+    failed = scene.events("responses", {"input": "hi"})[-1]
+    assert TypeAdapter(ResponseStreamEvent).validate_python(failed, strict=True).type == "response.failed"
+    for listed in scene.http.get("/v1/models").json()["data"]:
+        assert TypeAdapter(Model).validate_python(listed, strict=True).id == NAME
 
 
 def _references(value: Any) -> Iterator[str]:

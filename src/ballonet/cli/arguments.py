@@ -39,8 +39,14 @@ def add_only_json(parser: argparse.ArgumentParser) -> None:
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Adds `--budget` and `--page-size`."""
-    parser.add_argument("--budget", metavar="SIZE", help="device pages, such as 24GiB (BALLONET_BUDGET)")
-    parser.add_argument("--page-size", metavar="SIZE", help="bytes per page, such as 2MiB (BALLONET_PAGE_SIZE)")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="device pages, such as 24GiB (default: most of what is free; BALLONET_BUDGET)"
+    )
+    parser.add_argument(
+        "--page-size",
+        metavar="SIZE",
+        help="bytes per page, such as 2MiB (default: 8MiB on a GPU, less for small models; BALLONET_PAGE_SIZE)",
+    )
 
 
 def add_timeline(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +55,7 @@ def add_timeline(parser: argparse.ArgumentParser) -> None:
         "--timeline",
         metavar="FILE",
         help="write who owned which page, every decision, and requests that were served, when the program ends: .json, "
-        "a trace to open at ui.perfetto.dev; .png, a picture (needs matplotlib)",
+        "a trace to open at ui.perfetto.dev; .png, a picture (needs matplotlib; default: none)",
     )
 
 

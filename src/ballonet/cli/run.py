@@ -37,7 +37,7 @@ def add_options(group: Any) -> None:
         metavar="DIR",
         action="append",
         help="a volume that several users share, in which everything is taken for trusted; may be given several times "
-        "(BALLONET_TRUST_FOLDER)",
+        "(default: none; BALLONET_TRUST_FOLDER)",
     )
 
 
@@ -70,8 +70,9 @@ def _add_option(group: Any, option: Option) -> None:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     told = {"dest": option.name, "default": argparse.SUPPRESS}
-    flag, help = option.flag, f"{option.help} ({option.variable})"
+    default = "" if "default" in option.help else f"default: {'none' if option.default is None else option.default}; "
+    flag, help = option.flag, f"{option.help} ({default}{option.variable})"
     if option.switch:  # what follows the flag may be PROGRAM, so a value has a flag of its own
         group.add_argument(flag, action="store_const", const=True, help=help, **told)
-        flag, help = f"{flag}-{option.metavar.lower()}", "the same, in at most so many bytes, such as 8GiB"
+        flag, help = f"{flag}-{option.metavar.lower()}", "the same, in so many bytes, such as 8GiB (default: any)"
     group.add_argument(flag, metavar=option.metavar, type=parse, help=help, **told)

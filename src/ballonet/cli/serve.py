@@ -33,7 +33,9 @@ def add_serve(commands: Any) -> None:
     parser.add_argument("models", metavar="MODEL", nargs="+", help="a name on the Hugging Face hub, or a folder")
     arguments.add_sizes(parser)
     parser.add_argument(
-        "--host-budget", metavar="SIZE", help="host pages, such as 64GiB; 0: none (BALLONET_HOST_BUDGET)"
+        "--host-budget",
+        metavar="SIZE",
+        help="host pages, such as 64GiB; 0: none (default: a quarter of the RAM; BALLONET_HOST_BUDGET)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument(
@@ -49,47 +51,57 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--allow-client-templates",
         action="store_true",
-        help="requests may bring a chat template, which is a program of the client's",
+        help="requests may bring a chat template, which is a program of the client's (default: they may not)",
     )
     parser.add_argument(
-        "--waiting", metavar="N", type=arguments.count, default=1024, help="requests that may wait (default: 1024)"
+        "--waiting",
+        metavar="N",
+        type=arguments.count,
+        default=1024,
+        help="requests of a model that may wait, before others get HTTP 429 (default: 1024)",
     )
     parser.add_argument(
         "--grace",
         metavar="TIME",
         type=arguments.seconds,
         default=30.0,
-        help="for requests to end (default: 30s)",
+        help="that running requests have to end in after SIGTERM or Ctrl-C (default: 30s)",
     )
     parser.add_argument(
         "--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV (default: 256)"
     )
-    parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
+    parser.add_argument(
+        "--batch-tokens",
+        metavar="N",
+        type=arguments.count,
+        help="new tokens of a batch at most (default: as the budget allows)",
+    )
     parser.add_argument(
         "--replicas",
         metavar="N",
         type=arguments.whole(1, 4096),
-        help="replicas of the one model, each with the budget, which drop layers for KV in a burst",
+        help="replicas of the one model, each with the budget, which drop layers for KV in a burst (default: none)",
     )
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
         help="of a Ray whose actors replicas are, and whose token is in RAY_AUTH_TOKEN; without --replicas this is one "
-        "more front end of those that are there. off: processes of this machine. Default: a Ray of this machine, or "
-        "off where ray is not installed",
+        "more front end of those that are there. off: processes of this machine (default: a Ray of this machine, "
+        "or off where ray is not installed)",
     )
     parser.add_argument(
         "--log",
         metavar="FILE",
         type=Path,
-        help="what the controller of the replicas is told and answers, JSON lines; FILE.1 has what came before 512 MiB",
+        help="what the controller of the replicas is told and answers, JSON lines; FILE.1 has what came before "
+        "512 MiB (default: none)",
     )
     parser.add_argument(
         "--costs",
         metavar="FILE",
         type=Path,
         help="what batches of a replica take, as JSON; where there is no such file it is measured, which takes some "
-        "seconds of each start, and written by the server. As for whatif",
+        "seconds of each start, and written by the server. As for whatif (default: none)",
     )
     parser.add_argument(
         "--silent",
@@ -109,26 +121,29 @@ def _add_doors(group: Any) -> None:
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what clients have to send, as everybody on this machine can read in its list of processes: rather give "
-        "BALLONET_API_KEY, or --api-key-file",
+        help="what clients have to send as `Authorization: Bearer KEY`. Everybody on this machine can read it in the "
+        "list of processes: rather give --api-key-file, or BALLONET_API_KEY (default: no key is needed)",
     )
-    group.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the key")
+    group.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the key (default: none)")
     group.add_argument(
-        "--no-api-key", action="store_true", help="anybody may ask, also from other machines (unless --host is this)"
+        "--no-api-key",
+        action="store_true",
+        help="no key is needed, though --host may be reached from other machines (default: then one is)",
     )
     group.add_argument(
         "--allow-host",
         metavar="NAME",
         action="append",
         default=[],
-        help="a name that clients without a key may call this server by, beside localhost, --host and addresses",
+        help="a name that clients without a key may call this server by, beside localhost, --host and addresses; may "
+        "be given several times (default: none)",
     )
     group.add_argument(
         "--allow-origin",
         metavar="ORIGIN",
         action="append",
         default=[],
-        help="web pages that may ask, such as https://chat.example, or * (default: none)",
+        help="web pages that may ask, such as https://chat.example, or *; may be given several times (default: none)",
     )
     group.add_argument(
         "--max-body", metavar="SIZE", help="largest body of a request (default: by the longest sequence of a model)"
@@ -210,7 +225,7 @@ def add_load(commands: Any) -> None:
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--model", required=True, help="the model that is asked")
-    parser.add_argument("--api-key", metavar="KEY", default="none", help="what the server wants to be sent")
+    parser.add_argument("--api-key", metavar="KEY", help="what the server wants to be sent (default: BALLONET_API_KEY)")
     arguments.add_requests(parser)
     arguments.add_only_json(parser)
     parser.add_argument("--ask", action="store_true", help="each request asks the server for the SLOs, too")
@@ -221,11 +236,14 @@ def _load(args: argparse.Namespace) -> None:
 
     try:
         from openai import AsyncOpenAI
+
+        from ..hooks.server.doors import read_key
     except ModuleNotFoundError as error:
         raise ManageError("a load needs OpenAI's client: pip install 'ballonet[serve]'") from error
     arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
 
-    settings = {"base_url": f"{args.url}/v1", "api_key": args.api_key, "max_retries": 0, "timeout": 600}
+    key = read_key(args.api_key, None) or "none"  # the client wants one
+    settings = {"base_url": f"{args.url}/v1", "api_key": key, "max_retries": 0, "timeout": 600}
     asked = headers(args.ttft_slo, args.tpot_slo) if args.ask else {}
 
     async def run() -> tuple[dict[str, Any], str]:
