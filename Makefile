@@ -72,9 +72,9 @@ format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
 sanitize:  ## the core's stress program under ASan/UBSan and under TSan; QUICK=1: two minutes, as continuous integration does
 	@$(MAKE) --no-print-directory -C tests/native $(if $(QUICK),quick,sanitize)
 
-soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0; PART=serve: requests to two models at once, and a thousand clients
+soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0; PART=serve: a server among idle, slow, hostile, random and fuzzing clients, a table of what was seen, and requests to two models at once
 ifeq ($(PART),serve)
-	@BALLONET_SOAK=$$((60 * $(or $(MINUTES),10))) $(PY) -m pytest -n 0 -s tests/serving/test_soak.py tests/serving/test_clients.py
+	@BALLONET_SOAK=$$((30 * $(or $(MINUTES),10))) $(if $(SEED),BALLONET_SEED=$(SEED)) $(PY) -m pytest -n 0 -s $(patsubst %,tests/serving/test_%.py,soak clients fuzz ordeal)
 else
 	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 endif

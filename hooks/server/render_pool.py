@@ -95,7 +95,10 @@ class RenderPool:
         try:
             worker = await self._take()
             async with asyncio.timeout(self._tuning.render):
-                worker.writer.write(LENGTH.pack(len(job)) + job)
+                worker.writer.write(LENGTH.pack(len(job)))
+                for begin in range(0, len(job), self._tuning.piece):  # or asyncio would copy all of it
+                    worker.writer.write(memoryview(job)[begin : begin + self._tuning.piece])
+                    await worker.writer.drain()
                 (length,) = LENGTH.unpack(await worker.reader.readexactly(LENGTH.size))
                 kind, stays = await worker.reader.readexactly(1), await worker.reader.readexactly(1) == STAYS
                 answer = await worker.reader.readexactly(length)

@@ -26,9 +26,10 @@ from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
 
 from ..pool import bytes_that_exist, take_out
-from .test_server import ask, saved
+from .test_server import KEY, ask, saved
 
 CLIENTS = 1000 if "BALLONET_SOAK" in os.environ else 120
+SEED = int(os.environ.get("BALLONET_SEED", "5"))
 AT_ONCE = 60
 PAGE = 8192
 MOMENT = 0.005  # seconds between two looks, in which others run
@@ -89,36 +90,48 @@ def here(tmp_path: Path) -> Iterator[Here]:
 
 
 def test_clients_of_every_kind_leave_nothing(here: Here) -> None:
-    draw = random.Random(5)
     alone = [ask(here.client, here.model, first) for first in (3, 20)]
-    before, outcomes = here.idle(), Counter[str]()
+    before = here.idle()
     assert before[1] == 0
-
-    async def all_of_them() -> None:
-        room = asyncio.Semaphore(AT_ONCE)
-        plans = [(name, draw.random()) for name in draw.choices(list(PLANS), k=CLIENTS)]
-
-        async def one(name: str, chance: float) -> None:
-            async with room:
-                reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
-                outcomes[f"{name}: {await PLANS[name](reader, writer, here.model, chance)}"] += 1
-                writer.transport.abort() if chance < 0.5 else writer.close()  # a reset, or a good end
-
-        await asyncio.wait_for(asyncio.gather(*(one(*plan) for plan in plans)), 3000)
-
-    asyncio.run(all_of_them())
+    outcomes = come(here.port, here.model, CLIENTS, random.Random(SEED))
     print(outcomes)
-    assert {outcome.split(": ")[1] for outcome in outcomes if outcome.startswith("answered")} <= {"200", "429"}
-    assert min(outcomes["answered: 200"], outcomes["streamed: 200"]) > CLIENTS / 50
-    assert outcomes["gone in the middle: gone"] > CLIENTS / 20
+    check(outcomes, CLIENTS)
     assert here.idle() == before
     assert [ask(here.client, here.model, first) for first in (3, 20)] == alone
     assert here.idle() == before
 
 
+def come(port: int, model: str, count: int, draw: random.Random) -> Counter[str]:
+    """Has so many clients come. Returns what became of those of each kind."""
+    outcomes = Counter[str]()
+    plans = [(name, draw.random()) for name in draw.choices(list(PLANS), k=count)]
+
+    async def all_of_them() -> None:
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def one(name: str, chance: float) -> None:
+            async with room:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                outcomes[f"{name}: {await PLANS[name](reader, writer, model, chance)}"] += 1
+                writer.transport.abort() if chance < 0.5 else writer.close()  # a reset, or a good end
+
+        await asyncio.wait_for(asyncio.gather(*(one(*plan) for plan in plans)), 3000)
+
+    asyncio.run(all_of_them())
+    return outcomes
+
+
+def check(outcomes: Counter[str], count: int) -> None:
+    """Is it what may become of so many?"""
+    assert {outcome.split(": ")[1] for outcome in outcomes if outcome.startswith("answered")} <= {"200", "429"}
+    assert min(outcomes["answered: 200"], outcomes["streamed: 200"]) > count / 50
+    assert outcomes["gone in the middle: gone"] > count / 20
+
+
 def request(model: str, tokens: int, *, stream: bool) -> bytes:
     body = json.dumps({"model": model, "prompt": "w3 w4 w5", "max_tokens": tokens, "stream": stream}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {KEY}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

@@ -589,19 +589,19 @@ LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 RENDERERS = ("conversation", "tokenize", "return_dict", "tools", "tokenizer_kwargs", "truncation", "chat_template")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        *((CHATS, {"messages": [USER], "chat_template_kwargs": {name: 1}}, name) for name in RENDERERS),
-        (CHATS, {"messages": [USER], "chat_template_kwargs": {"chat_template": LOOP}}, "chat_template"),
-        (CHATS, {"messages": [USER] * 500_000}, "messages"),
-        (CHATS, {"messages": [USER], "logit_bias": {str(n): 1 for n in range(500_000)}}, "logit_bias"),
-        (CHATS, {"messages": [{**USER, "content": "word " * 100_000}]}, "longest"),
-        (CHATS, {"messages": [USER], "chat_template": "{{ 'a' * 2**34 }}"}, ""),
-        ("/v1/completions", {"prompt": "word " * 100_000}, "longest"),
-        ("/v1/responses", {"input": []}, "input"),
-    ],
-)
+HOSTILE: list[tuple[str, dict[str, Any], str]] = [
+    *((CHATS, {"messages": [USER], "chat_template_kwargs": {name: 1}}, name) for name in RENDERERS),
+    (CHATS, {"messages": [USER], "chat_template_kwargs": {"chat_template": LOOP}}, "chat_template"),
+    (CHATS, {"messages": [USER] * 500_000}, "messages"),
+    (CHATS, {"messages": [USER], "logit_bias": {str(n): 1 for n in range(500_000)}}, "logit_bias"),
+    (CHATS, {"messages": [{**USER, "content": "word " * 100_000}]}, "longest"),
+    (CHATS, {"messages": [USER], "chat_template": "{{ 'a' * 2**34 }}"}, ""),
+    ("/v1/completions", {"prompt": "word " * 100_000}, "longest"),
+    ("/v1/responses", {"input": []}, "input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "says"), HOSTILE)
 def test_a_hostile_request_is_refused_by_name(path: str, body: dict[str, Any], says: str, real: Real) -> None:
     status, message = real.refusal(path, body)
     assert status == 400

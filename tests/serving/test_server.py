@@ -91,14 +91,14 @@ class Serving:
         layers: Sequence[int] = (2, 3, 4),
         longest: int = LONGEST,
         runtime: str | None = None,
-        held: Path | None = None,
+        begin: Sequence[str] = ("-m", "ballonet"),
     ) -> None:
-        """`runtime`: the folder of its control socket, None for that of the tests; `held`: see HELD."""
+        """`runtime`: the folder of its control socket, None for that of the tests; `begin`: what is in place of the
+        program."""
         self.models = [saved(folder / f"{count} layers", count, longest, chat=count != 4) for count in layers]
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
-        begin = ("-m", "ballonet") if held is None else ("-c", HELD, str(held))
         command = [*begin, "serve", *self.models, "--port", str(port), "--api-key", KEY, *sizes, *options]
         said = Path(tempfile.mkdtemp(dir=folder))
         more = {} if runtime is None else {"XDG_RUNTIME_DIR": runtime}
@@ -176,8 +176,12 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def ask(client: OpenAI, model: str, first: int) -> str:
     """A completion, greedily."""
-    prompt = " ".join(f"w{first + n}" for n in range(5))
-    answer = client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, temperature=0)
+    return complete(client, model, " ".join(f"w{first + n}" for n in range(5)))
+
+
+def complete(client: OpenAI, model: str, prompt: str, tokens: int = TOKENS) -> str:
+    """A completion of a text, greedily."""
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=tokens, temperature=0)
     return answer.choices[0].text
 
 
@@ -380,7 +384,7 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     """Requests are answered, or told after a while. There are no host pages."""
     drawn = ("--timeline", str(tmp_path / "drawn.json"))
     options, held = ("--grace", grace, "--host-budget", "0", "--batch-tokens", "64", *drawn), tmp_path / "held"
-    server = Serving(tmp_path, *options, layers=(2,), held=held)
+    server = Serving(tmp_path, *options, layers=(2,), begin=("-c", HELD, str(held)))
     client, model = server.client(), server.models[0]
     assert ask(client, model, 3)
     held.touch()

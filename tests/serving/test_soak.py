@@ -28,6 +28,7 @@ from .batches import BLOCK, greedily, prompts, stock
 
 PAGE = 65536
 SECONDS = float(os.environ.get("BALLONET_SOAK", "4"))  # of arrivals; what is asked by then is answered
+SEED = int(os.environ.get("BALLONET_SEED", "7"))
 TOKENS = 24
 
 
@@ -106,7 +107,7 @@ class Loop:
 def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
     """One of the models keeps prefixes in files, which are written and dropped meanwhile, the other on the device."""
     tuned(prefixes={"block": BLOCK})
-    draw, asked = random.Random(7), prompts(12, 60)
+    draw, asked = random.Random(SEED), prompts(12, 60)
     loops = [Loop(3, asked), Loop(5, asked)]
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu")
     device = devices.require()
