@@ -109,7 +109,7 @@ def test_a_prompt_is_scored_once_where_a_stage_finds_no_memory(
 
 @pytest.mark.parametrize("host", [64, 1])
 def test_prompts_are_scored_where_pages_run_out(host: int) -> None:
-    model, asked, plain = llama(3, 10, 64)
+    model, asked, plain = llama(3, 10, 100)
     pages, page = 36, 3 * PAGE // 16
     ballonet.install(pages * page, page_size=page, host_budget=host * page, device="cpu")
     told = Told()
