@@ -7,7 +7,7 @@ Note [Shape header]
     models that read ids in every layer work. Per request, a follower keeps only how many tokens have KV, and the
     last one how tokens are chosen (`Begun`).
 
-Note [Scores of a prompt]
+Note [Scored prompts]
     A prompt whose logprobs are wanted is its first token, and the others are an answer that is given: so its scores are
     tokens of an answer, on their way to clients, in the ledger, in a handover and after a kill. For transformers they
     are a prompt, the last of which the last stage tells in the place of a sampled token. The first stage makes its

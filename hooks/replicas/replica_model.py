@@ -381,7 +381,7 @@ class SpanRunner:
         inputs: dict[str, Any] = dict(self._inputs.get_model_kwargs())
         if not self.last:
             return self._runs(self._cache.layers, given, inputs)
-        indices = put(logit_rows(chunks), torch.int64, torch.device(self._cache.device))
+        indices = put(logit_rows(chunks), torch.int64, inputs["input_ids"].device)
         if self._keeps:
             inputs["logits_to_keep"] = indices
         (logits,) = self._runs(self._cache.layers, given, inputs)

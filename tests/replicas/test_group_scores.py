@@ -124,7 +124,7 @@ def test_prompts_are_scored_where_pages_run_out(host: int) -> None:
 
 def test_prompts_that_are_handed_over_are_scored_on() -> None:
     """Neither a score that was told, nor the KV behind it, is computed again."""
-    _, asked, plain = llama(2, 5, 200)
+    _, asked, plain = llama(2, 5, 350)
     install()
     check_told(asked, joined(to_score(asked), serve), plain)
 
