@@ -260,7 +260,7 @@ def hold_idle_connections(ordeal: Ordeal) -> None:
 
 
 def meet_slow_clients(ordeal: Ordeal) -> None:
-    """They are answered, too."""
+    """Slow clients are answered, too."""
     asked, short = (
         request(ordeal.model, tokens, stream=stream).replace(b"Host:", b"Connection: close\r\nHost:")
         for tokens, stream in ((TOKENS, True), (2, False))
