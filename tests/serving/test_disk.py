@@ -72,7 +72,7 @@ class Disk:
         (self.flags / "full").unlink()
 
 
-class SmallDisk(Disk):
+class MountedDisk(Disk):
     """A file system of its own."""
 
     def fill(self) -> None:
@@ -94,7 +94,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     options = "size=8m,mode=700"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
-    yield SmallDisk(folder, tmp_path)
+    yield MountedDisk(folder, tmp_path)
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 

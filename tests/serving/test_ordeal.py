@@ -157,18 +157,16 @@ class Ordeal:
         return self._memory("VmHWM") - before
 
     def held(self) -> dict[str, int]:
-        """What the server's process has: sockets, threads, requests, bytes of KV that nobody keeps, and processes
-        beyond those that render. Each of these has a socket, too."""
+        """What the server's process has: sockets, threads, requests, and processes beyond those that render, each of
+        which has a socket, too. Its pages are also those of beginnings that are kept: test_clients.py counts them."""
         process = self.server.process.pid
         links = [read_link(path) for path in Path(f"/proc/{process}/fd").iterdir()]
-        processes = len(list(descendants(process)))
-        kept = self.server.figure("ballonet_prefix_bytes")
+        processes = len(descendants(process))
         return {
             "sockets": sum(link.startswith("socket:") for link in links) - processes,
             "threads": len(os.listdir(f"/proc/{process}/task")),
             "processes": max(0, processes - 1 - DEFAULT.clients.renderers),
             "requests": int(self.server.figure("ballonet_requests{")),
-            "bytes of KV": int(self.server.figure('ballonet_device_bytes{owner="kv"}') - kept),
         }
 
     def _memory(self, name: str) -> int:
@@ -186,14 +184,18 @@ class Ordeal:
         return float(self._pinger.stdout.readline())
 
 
-def descendants(process: int) -> Iterator[int]:
+def descendants(process: int) -> set[int]:
     """The processes that run and were started by one, and by those."""
+    parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent, *_ = path.read_text().rpartition(")")[2].split()
-            if int(parent) == process and state not in "ZX":
-                child = int(path.parent.name)
-                yield from (child, *descendants(child))
+            if state not in "ZX":
+                parents[int(path.parent.name)] = int(parent)
+    known = {process}
+    while more := {child for child, parent in parents.items() if parent in known} - known:
+        known |= more
+    return known - {process}
 
 
 def read_link(path: Path) -> str:
@@ -258,7 +260,7 @@ def hold_idle_connections(ordeal: Ordeal) -> None:
 
 
 def meet_slow_clients(ordeal: Ordeal) -> None:
-    """They are answered, too."""
+    """Slow clients are answered, too."""
     asked, short = (
         request(ordeal.model, tokens, stream=stream).replace(b"Host:", b"Connection: close\r\nHost:")
         for tokens, stream in ((TOKENS, True), (2, False))
