@@ -243,7 +243,7 @@ def _load(args: argparse.Namespace) -> None:
     arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
 
     key = read_key(args.api_key, None) or "none"  # the client wants one
-    settings = {"base_url": f"{args.url}/v1", "api_key": key, "max_retries": 0, "timeout": 600}
+    settings: dict[str, Any] = {"base_url": f"{args.url}/v1", "api_key": key, "max_retries": 0, "timeout": 600}
     asked = headers(args.ttft_slo, args.tpot_slo) if args.ask else {}
 
     async def run() -> tuple[dict[str, Any], str]:
