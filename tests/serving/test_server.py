@@ -92,10 +92,11 @@ class Serving:
         longest: int = LONGEST,
         runtime: str | None = None,
         begin: Sequence[str] = ("-m", "ballonet"),
+        models: Sequence[str] = (),
     ) -> None:
-        """`runtime`: the folder of its control socket, None for that of the tests; `begin`: what is in place of the
-        program."""
-        self.models = [saved(folder / f"{count} layers", count, longest, chat=count != 4) for count in layers]
+        """`runtime`: the folder of its control socket, None: that of the tests; `begin`: what is in place of the
+        program; `models`: others."""
+        self.models = [*models] or [saved(folder / f"{n} layers", n, longest, chat=n != 4) for n in layers]
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
