@@ -26,6 +26,8 @@ from ..splice.forms import States
 from .microbatch_plan import Begun, Chunk, MicrobatchPlan, Passing, StageLink, record_of, tensor_of
 from .replica_model import SpanCache, StageParts, room_of
 
+ChosenTokens = tuple[tuple[str, ChosenToken], ...]  # by request
+
 
 class StageSampler:
     """Chooses tokens on the last stage of a group, from the rows that `cache` has memory for. Used by one thread."""
@@ -47,7 +49,7 @@ class StageSampler:
         self._counts.pop(request, None)
         self._matched.pop(request, None)
 
-    def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> tuple[tuple[str, ChosenToken], ...]:
+    def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> ChosenTokens:
         """Returns a token for each chunk that samples one, with the name of its request, and those of prompts that are
         scored. `logits`: [`logit_rows` of the chunks, vocabulary]."""
         wanted = [chunk for chunk in chunks if chunk.samples]
@@ -148,7 +150,7 @@ class Follower:
         came = [chunk for chunk in plan.chunks if chunk.request not in absent]
         given = self._given(passing.tensors)
         stored = [chunk for chunk in came if self._store(chunk)]
-        states = None if given is None else self._compute(stored, kept_rows(given, came, stored))
+        states, tokens = (None, ()) if given is None else self._compute(stored, kept_rows(given, came, stored))
         if states is None:
             self._failed.update(chunk.request for chunk in stored)
             stored = []
@@ -157,9 +159,13 @@ class Follower:
             passing,
             left_out=(*passing.left_out, *dict.fromkeys(left_out)),
             rooms=(*passing.rooms, self.room),
-            tensors=len(states) if states else 0,
+            tensors=0 if self._runner.last else len(states or ()),
+            tokens=tokens,
         )
-        self._send(passing, stored, states or ())
+        if self._runner.last:
+            self._after.send(tensor_of(passing), "answer", True)
+        else:
+            pass_on(self._after, passing, states or ())
         return plan.number
 
     def _take_in(self, plan: MicrobatchPlan) -> None:
@@ -196,22 +202,16 @@ class Follower:
                 states.append(self._before.recv("states"))
         return tuple(states) if len(states) == count else None
 
-    def _compute(self, chunks: Sequence[Chunk], given: States) -> States | None:
-        """Runs this stage's layers. None where there was no memory."""
+    def _compute(self, chunks: Sequence[Chunk], given: States) -> tuple[States | None, ChosenTokens]:
+        """Runs this stage's layers, and chooses tokens where it is the last one. None where there was no memory."""
         if not chunks:
-            return ()
+            return (), ()
         self.cache.begins(chunk.request for chunk in chunks)
         try:
-            return self._runner.run(chunks, [self._states[chunk.request] for chunk in chunks], given)
+            states = self._runner.run(chunks, [self._states[chunk.request] for chunk in chunks], given)
+            return states, self._sampler.choose(chunks, states[0]) if self._runner.last else ()
         except (torch.OutOfMemoryError, DriverError):
-            return None
-
-    def _send(self, passing: Passing, chunks: Sequence[Chunk], states: States) -> None:
-        if not self._runner.last:
-            pass_on(self._after, passing, states)
-            return
-        tokens = self._sampler.choose(chunks, states[0]) if states else ()
-        self._after.send(tensor_of(replace(passing, tensors=0, tokens=tokens)), "answer", True)
+            return None, ()
 
 
 def pass_on(link: StageLink, passing: Passing, states: States) -> None:

@@ -32,7 +32,7 @@ from ..sampling.carried import is_scored
 from ..sampling.grammar import Grammars
 from ..sampling.settings import ChosenToken
 from ..splice.forms import States
-from .follower import OutOfStep, StageSampler, pass_on
+from .follower import ChosenTokens, OutOfStep, StageSampler, pass_on
 from .microbatch_plan import (
     Begun,
     Chunk,
@@ -471,29 +471,29 @@ class Leader:
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
             self._after.send(tensor_of(plan), "plan", True)
-        states = self._compute(batch)
+        for name in plan.gone:
+            self._sampler.forget(name)
+        self._sampler.begin(plan.begun)
+        states, tokens = self._compute(batch)
         if states is None:
             self._failed.extend(batch.states)
         left_out = () if states is not None else tuple((chunk.request, 0) for chunk in batch.chunks)
         if self._after is None:
-            for name in plan.gone:
-                self._sampler.forget(name)
-            self._sampler.begin(plan.begun)
-            tokens = self._sampler.choose(plan.chunks, states[0]) if states else ()
             batch.answer = Passing(self.epoch, batch.number, left_out, tokens=tokens)
         else:
             pass_on(self._after, Passing(self.epoch, batch.number, left_out, tensors=len(states or ())), states or ())
         batch.tokens = self._new_tokens(batch)
         self._under_way.begun.append(batch)
 
-    def _compute(self, batch: Microbatch) -> States | None:
-        """Runs this stage's layers. None where there was no memory."""
+    def _compute(self, batch: Microbatch) -> tuple[States | None, ChosenTokens]:
+        """Runs this stage's layers, and chooses tokens where it is the only one. None where there was no memory."""
         if not batch.chunks:
-            return ()
+            return (), ()
         try:
-            return self._runner.run(batch.chunks, batch.states, None)
+            states = self._runner.run(batch.chunks, batch.states, None)
+            return states, self._sampler.choose(batch.chunks, states[0]) if self._after is None else ()
         except (torch.OutOfMemoryError, DriverError):
-            return None
+            return None, ()
 
     def _new_tokens(self, batch: Microbatch) -> int:
         blocks = sum(self.cache.blocks_for(chunk.before, chunk.end) for chunk in batch.chunks)

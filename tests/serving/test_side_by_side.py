@@ -29,6 +29,7 @@ MESSAGES: Final = [{"role": "user", "content": "hi"}]
 TOOLS: Final = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 # What the model says where there are tools, a token each.
 SAID: Final = ("<think>", "hm", "</think>", "<tool_call>", '\n{"name": "f", "arguments": {"a": 3}}\n', "</tool_call>")
+NEARLY: Final = {str(token): 100 for token in range(40, 60)}  # biases: one of these, another once it is penalized
 CHAT: Final = r"""{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}<|im_start|>assistant
@@ -138,11 +139,8 @@ def chosen(client: OpenAI, model: str) -> bool:
 
 
 def formed(client: OpenAI, model: str) -> bool:
-    shape = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": [{"a": 1}]}}}
-    try:
-        return bool(json.loads(chat(client, model, response_format=shape)[0].message.content) == {"a": 1})
-    except ValueError:
-        return False
+    shape = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": ["x"]}}}
+    return str(chat(client, model, response_format=shape)[0].message.content).strip() == '"x"'
 
 
 def called(client: OpenAI, model: str) -> bool:
@@ -209,11 +207,15 @@ PROBES: Final[Mapping[str, Probe]] = {
     "`top_p`": narrows(top_p=1e-6),
     "`top_k`": narrows(extra_body={"top_k": 1}),
     "`min_p`": narrows(extra_body={"min_p": 1}),
+    "`presence_penalty`": changes({"presence_penalty": 2}, logit_bias=NEARLY),
+    "`frequency_penalty`": changes({"frequency_penalty": 2}, logit_bias=NEARLY),
+    "`repetition_penalty`": changes({"extra_body": {"repetition_penalty": 0.05}}),  # of what the prompt has
     "`logit_bias`": lambda client, model: text(client, model, logit_bias={"40": 100}) == 16 * chr(40 + 33),
     "`max_tokens`": lambda client, model: len(text(client, model, max_tokens=5)) == 5,
     "`stop`": stopped,
     "`n`": lambda client, model: len(chat(client, model, n=2)) == 2,
     "`logprobs`": lambda client, model: chat(client, model, logprobs=True)[0].logprobs is not None,
+    "`response_format`": formed,
     "`tool_choice`": chosen,
     "`stream_options`": told,
     "lists of prompts": lambda client, model: (
@@ -223,6 +225,7 @@ PROBES: Final[Mapping[str, Probe]] = {
     "`echo`": echoed,
     "tools": called,
     "reasoning": thought,
+    "responses": lambda client, model: bool(respond(client, model, stream=False).output_text),
     "metrics": has("/metrics"),
     "keys": keyed,
     "OpenAI's codes of errors": coded,
