@@ -288,6 +288,23 @@ def test_a_stage_without_memory_in_the_middle_has_its_microbatch_computed_again(
         assert told.answers(requests(asked)) == expected
 
 
+@pytest.mark.parametrize(("stages", "first"), [(1, 1), (1, 9), (3, 1), (3, 9)])
+def test_a_last_stage_without_memory_for_logits_has_the_microbatch_computed_again(
+    stages: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked, expected = alone(SAMPLED)
+    install()
+    with grouped(model, stages) as (group, told):
+        last = group.followers[-1] if group.followers else group.leader
+        lacks = Lacks(last._sampler.choose, first, 2, torch.OutOfMemoryError("planted"))
+        monkeypatch.setattr(last._sampler, "choose", lacks)
+        for request in asked:
+            group.add(request)
+        group.run()
+        assert lacks.failed == 2
+        assert told.answers(asked) == expected
+
+
 @pytest.mark.parametrize(("stage", "first"), [(1, 1), (1, 8), (2, 6)])
 def test_a_follower_without_memory_for_what_it_is_given_has_the_microbatch_computed_again(
     stage: int, first: int, monkeypatch: pytest.MonkeyPatch
