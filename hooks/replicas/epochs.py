@@ -20,6 +20,7 @@ from ...allocator.errors import BallonetError, DropRefused, PoolExhausted, Weigh
 from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.protocol import Reason
+from ..sampling.grammar import GrammarRefused
 from .channel import SupervisorChannel
 from .errors import Interrupted, LinkError
 from .kv_exchange import Handed, HandedOver, Handover, Regrouping
@@ -48,7 +49,7 @@ class LedRequests:
             return
         try:
             leader.requests.add(start.request)
-        except BallonetError as error:
+        except (BallonetError, GrammarRefused) as error:
             self.add_report(start.request, error)
 
     def start_early(self, epoch: int, leader: Leader | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from ...allocator.errors import BallonetError, ExtraMissing
+from ...allocator.errors import ExtraMissing
 from .sampler import WORD
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
@@ -35,7 +35,7 @@ def grammar_of(kind: Kind, text: str) -> str:
     return grammar
 
 
-class GrammarRefused(BallonetError):
+class GrammarRefused(ValueError):
     """A grammar cannot be used, or none can with this model or installation."""
 
 
