@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from transformers import GenerationConfig
@@ -53,7 +53,6 @@ from ..sampling.sampler import put
 from ..splice.forms import States
 from .microbatch_plan import Chunk, StageLink, logit_rows
 
-_NO_GRAMMARS: Final = Grammars(None, (), 0)
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 
 
@@ -404,7 +403,7 @@ class ReplicaModel:
     runs: RunsLayers
     settings: GroupSettings
     times: StageTimes | None = None
-    grammars: Grammars = _NO_GRAMMARS
+    grammars: Grammars = field(default_factory=lambda: Grammars(None, (), 0))
 
 
 @dataclass(frozen=True, slots=True)
