@@ -565,7 +565,7 @@ def test_the_description_says_what_answers_and_errors_there_are(scene: Scene) ->
 
 
 def test_answers_have_the_types_of_the_stock_client(scene: Scene) -> None:
-    """The client itself takes any answer; here its types are checked."""
+    """The client itself takes any answer; here types are checked."""
     logprobs = {"logprobs": True, "top_logprobs": 1}
     flat = [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": False}]
     told = {"include": ["message.output_text.logprobs"], "reasoning": {"effort": "low"}, "metadata": {"a": "b"}}
