@@ -198,7 +198,7 @@ class FewLines(logging.Filter):
 
 @contextlib.contextmanager
 def few_lines(names: tuple[str, ...], most: int) -> Any:
-    """Within it, loggers of these names write only so many lines in a second."""
+    """A `with` block in which loggers of these names write only so many lines in a second."""
     filters = [(logging.getLogger(name), FewLines(most)) for name in names]
     for logger, lines in filters:
         logger.addFilter(lines)
