@@ -30,11 +30,11 @@ def test_decoding_steps_of_loops_are_replayed_with_rows_padded_to_few_sizes(plac
     """Up to eight requests at once have one program, nine another one."""
     model = build("llama").to(place.kind)
     asked = [prompts(count, 6) for count in (3, 5, 8, 9, 4)]
-    expected = [stock(place, model, prompts) for prompts in asked]
+    expected = [stock(place, model, batch) for batch in asked]
     with ballonet.manage(model) as managed:
-        for prompts, right, programs in zip(asked, expected, (1, 1, 1, 2, 2), strict=True):
+        for batch, right, programs in zip(asked, expected, (1, 1, 1, 2, 2), strict=True):
             before = replays(managed)
-            assert answers(model, prompts, NEW) == right
+            assert answers(model, batch, NEW) == right
             assert captures(managed) == programs
             assert replays(managed) - before >= NEW - 1 - RECORDED, "steps were computed eagerly"
         assert not managed.report().pieces.why
