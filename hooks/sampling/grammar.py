@@ -35,7 +35,7 @@ def grammar_of(kind: Kind, text: str) -> str:
     return grammar
 
 
-class GrammarRefused(ValueError):
+class GrammarRefused(Exception):
     """A grammar cannot be used, or none can with this model or installation."""
 
 

@@ -25,7 +25,7 @@ from ballonet.hooks.replicas.messages import Message
 from ballonet.hooks.replicas.microbatch_plan import Request, SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SpanCache
 from ballonet.hooks.replicas.stage import Stage, WatchedLink
-from ballonet.hooks.sampling.grammar import Grammars
+from ballonet.hooks.sampling.grammar import GrammarRefused, Grammars
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.model_parts import decoder_layers
@@ -322,7 +322,7 @@ class GroupSink:
     def submit(self, request: Request) -> None:
         try:
             self.group.add(request)
-        except BallonetError as error:
+        except (BallonetError, GrammarRefused) as error:
             self._deliver(request, error)
 
     def cancel(self, name: str) -> None:
