@@ -264,7 +264,7 @@ def test_numbers_depend_on_seed_and_position_and_fill_the_interval() -> None:
     assert uniform(5, 6) == uniform(5, 6) != uniform(6, 5)
 
 
-def test_what_is_told_has_the_rows_order() -> None:
+def test_told_tokens_have_the_order_of_rows() -> None:
     rows = logits(9)
     wanted: list[int | None] = [2, None, 1, 0, None, 2, 3, None, 1]
     asked = [SampledRow(Sampling(n, (n % 2) * 1.0, logprobs=most), n) for n, most in enumerate(wanted)]

@@ -112,7 +112,7 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> No
         (asked_of("a", *range(30)), 400, "context_length_exceeded"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(asked: Generation, status: int, code: str) -> None:
+def test_requests_that_cannot_be_computed_are_refused(asked: Generation, status: int, code: str) -> None:
     denial = asyncio.run(denied(FleetEngine(Takes(), CONFIG, 8, (9,)), asked))
     assert denial is not None
     assert (denial.status, denial.code) == (status, code)

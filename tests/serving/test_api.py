@@ -210,7 +210,7 @@ def test_logprobs_of_a_chat_tell_texts_and_bytes(scene: Scene) -> None:
         ({}, {"min_p": 0.1, "min_tokens": 3, "logit_bias": {"7": -100}, "seed": -(2**63)}, None),
     ],
 )
-def test_what_a_request_leaves_out_the_model_decides(
+def test_fields_that_are_left_out_are_as_the_model_says(
     config: dict[str, Any], body: dict[str, Any], expected: dict[str, Any] | None, scenes: Any
 ) -> None:
     scene = scenes(f"defaults {config}", defaults=Defaults.of(GenerationConfig(**config)))
@@ -225,7 +225,7 @@ def test_what_a_request_leaves_out_the_model_decides(
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
-def test_what_ends_an_answer(scenes: Any) -> None:
+def test_answers_end_by_stops_ends_and_lengths(scenes: Any) -> None:
     scene = scenes("long", defaults=Defaults(most=LONGEST))
     for body, ends, most in (
         ({}, (END,), LONGEST - 2),
@@ -289,7 +289,7 @@ def test_tools_are_called(choice: Any, updates: list[str], calls: list[Any], con
     assert [tuple(call) for call in streamed.values()] == calls
 
 
-def test_one_call_ends_an_answer_that_may_have_one(scene: Scene) -> None:
+def test_an_answer_that_may_have_one_call_ends_after_it(scene: Scene) -> None:
     scene.says(CALL, CALL, CALL)
     choice = chat(scene, tools=TOOLS, parallel_tool_calls=False).choices[0]
     assert (len(choice.message.tool_calls), choice.finish_reason, len(scene.engine.closed)) == (1, "tool_calls", 1)
@@ -449,7 +449,7 @@ def test_a_wrong_request_is_refused_with_its_reason(
         (b'{"chat_template_kwargs": ' + b'{"a":' * 10**5 + b"}" * 10**5 + b"}", "nested too deeply"),
     ],
 )
-def test_what_cannot_be_read_is_told(sent: bytes, says: str, scene: Scene) -> None:
+def test_bodies_that_cannot_be_read_are_refused_with_the_reason(sent: bytes, says: str, scene: Scene) -> None:
     answer = scene.http.post("/v1/chat/completions", content=sent)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]

@@ -150,7 +150,7 @@ def test_forked_requests_get_what_one_gets_alone(two: bool) -> None:
         del manager
 
 
-def test_what_carries_no_settings_is_sampled_by_transformers() -> None:
+def test_requests_without_settings_are_sampled_by_transformers() -> None:
     """In a batch with what does."""
     asked, expected = mixed(2, 12)
     greedy = [alone(llama(), named(request.prompt, 12, Sampling())) for request in asked]
@@ -305,7 +305,7 @@ def test_a_prompt_is_scored_whole_where_steps_find_no_memory() -> None:
 # Refusals, cancellation and ends
 
 
-def test_what_cannot_be_answered_is_refused_with_its_reason() -> None:
+def test_requests_that_cannot_be_answered_are_refused_with_the_reason() -> None:
     cases = [
         (Generation("a", (), 3, Sampling()), 400, "invalid_value", "no tokens"),
         (named([3, VOCABULARY], 3, Sampling()), 400, "invalid_value", "prompt"),
@@ -455,7 +455,7 @@ def _none(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no memory, says the test")
 
 
-def test_all_who_wait_are_told_that_the_server_ends() -> None:
+def test_requests_that_wait_are_told_that_the_server_ends() -> None:
     async def scene(loop: Loop) -> None:
         streams = [(await first_of(loop, named([3, n], 400, Sampling())))[0] for n in range(4, 8)]
         loop.tell()
