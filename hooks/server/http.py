@@ -1,8 +1,9 @@
 """One HTTP request to an endpoint: its body and headers, its answer or stream, and errors as OpenAI has them.
 
 Note [One name, two requests]
-    Clients choose the name of a request as `x-request-id`. A name that has not ended cannot be given again (HTTP 409,
-    by the engine): a proxy may repeat a request with the same name.
+    Clients choose the name of a request as `x-request-id`. A proxy that repeats a request does so with the same name.
+    So a name is taken (HTTP 409, by the engine) until its request has ended, a cancelled one once its loop has dropped
+    it.
 """
 
 from __future__ import annotations

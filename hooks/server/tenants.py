@@ -7,10 +7,6 @@ Note [Longer than the model]
     `generate_batch` stays as stock, except for models with a table of positions, where a step that reads behind the
     table's end would fail every request (`Batched.positions`).
 
-Note [One name, two requests]
-    Clients may choose the name of a request, by which it is cancelled. A proxy that repeats a request does so with the
-    same name. So a name is taken until its request has ended, a cancelled one once the loop has dropped it.
-
 Note [A loop that has died]
     An error that transformers' loop cannot place ends it, and its requests fail. The next request starts another one. A
     request is refused as well where the loop ended while it was handed over: nobody might tell it.
