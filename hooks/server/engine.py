@@ -1,4 +1,4 @@
-"""The port between a server's endpoints and what computes their answers: a loop of batches (tenants.py), or replicas
+"""The port between a server's endpoints and what computes their answers: a loop of batches (loops.py), or replicas
 (hooks/replicas/frontend.py).
 """
 

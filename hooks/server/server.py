@@ -2,7 +2,7 @@
 requests, by model.
 
 transformers   loading of models, chat templates, the parser of answers, the loop
-ballonet       the endpoints and their streams (endpoints.py), an engine for each model (tenants.py)
+ballonet       the endpoints and their streams (endpoints.py), an engine for each model (loops.py)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..watch.registry import Addition
 from .anteroom import Anteroom
 from .application import Address, Application
 from .loading import described, load, source_of
+from .loops import Loop
 from .render_pool import RenderPool
 from .rendering import tokenizer_of
 from .served import Models, ServedModel, pooled, prepared_by
-from .tenants import Loop
 
 
 class RequestCollector(Addition):

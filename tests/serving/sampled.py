@@ -17,7 +17,7 @@ from ballonet.hooks.sampling.grammar import Matcher
 from ballonet.hooks.sampling.sampler import SampledRow, TokenCounts, draw
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.server.engine import Denial, Engine, Generation, Update
-from ballonet.hooks.server.tenants import Loop
+from ballonet.hooks.server.loops import Loop
 
 from .batches import BLOCK
 

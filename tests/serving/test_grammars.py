@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from ballonet.hooks.sampling.grammar import grammar_of
 from ballonet.hooks.sampling.settings import Sampling
 from ballonet.hooks.server.engine import Engine, Generation
-from ballonet.hooks.server.tenants import Loop
+from ballonet.hooks.server.loops import Loop
 
 from ..models import build
 from . import asynchronous

@@ -25,7 +25,7 @@ from ballonet.hooks.sampling.carried import SAMPLING, SampledRequest
 from ballonet.hooks.sampling.loop import LoopSampler
 from ballonet.hooks.sampling.settings import ChosenToken, Sampling
 from ballonet.hooks.server.engine import Denial, Generation, Update
-from ballonet.hooks.server.tenants import Loop
+from ballonet.hooks.server.loops import Loop
 
 from ..models import VOCABULARY, build
 from . import asynchronous

@@ -54,7 +54,7 @@ HELD = """
 import pathlib, sys, time
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from ballonet.__main__ import main
-from ballonet.hooks.server.tenants import Loop
+from ballonet.hooks.server.loops import Loop
 from tests.tuned import tuning
 
 held, step, tell = pathlib.Path(sys.argv[1]), ContinuousBatchProcessor._generation_step, Loop.tell
