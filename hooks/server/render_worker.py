@@ -10,11 +10,13 @@ import importlib
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ LENGTH: Final = struct.Struct(">Q")  # is before each message
 DONE, DENIED, FAILED = b"=", b"!", b"?"  # after the length of an answer: what it is,
 STAYS, LEAVES = b"+", b"-"  # and whether the worker takes another job
 _PDEATHSIG: Final = 1  # of prctl
+_TOO_LARGE: Final = "the request is too large to be prepared"
 
 Job = tuple[str, tuple[Any, ...]]  # MODULE:FUNCTION, and its arguments, which are pickled
 
@@ -40,22 +43,36 @@ def fork_workers(descriptor: int, prepared: tuple[Job, ...], memory: int, kept: 
     for job in prepared:
         _call(job)
     gc.freeze()
-    forker, workers = os.getpid(), set[int]()
+    forker, workers = os.getpid(), dict[int, socket.socket]()
+    ended, ends = socket.socketpair()  # something is to be read once a worker has ended
+    ends.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ends.fileno(), warn_on_full_buffer=False)
     pool.send(LENGTH.pack(forker))
     while True:
-        message, descriptors, *_ = socket.recv_fds(pool, LENGTH.size, 1)
-        while workers and (ended := os.waitpid(-1, os.WNOHANG)[0]):
-            workers.remove(ended)
+        ready, *_ = select.select([pool, ended], [], [])
+        if ended in ready:
+            ended.recv(2**12)
+            _reap(workers)
+        if pool not in ready:
+            continue
+        try:
+            message, descriptors, *_ = socket.recv_fds(pool, LENGTH.size, 1)
+        except OSError:  # it is gone, and has not read all
+            return
         if descriptors:
+            link = socket.socket(fileno=descriptors[0])
             worker = os.fork()
             if not worker:
                 ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # one that hangs ends with the pool, too
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (pool, ended, ends, *workers.values()):
+                    other.close()
                 if os.getppid() == forker:
-                    pool.close()
-                    _work(socket.socket(fileno=descriptors[0]), memory, kept)
+                    _work(link, memory, kept)
                 os._exit(0)
-            workers.add(worker)
-            os.close(descriptors[0])
+            workers[worker] = link
         elif message:
             (worker,) = LENGTH.unpack(message)
             if worker in workers:
@@ -64,28 +81,46 @@ def fork_workers(descriptor: int, prepared: tuple[Job, ...], memory: int, kept: 
             return
 
 
+def _reap(workers: dict[int, socket.socket]) -> None:
+    """Closes the sockets of workers that have ended, whose copies in this process kept them open. One that gave up is
+    answered for: so do libraries that get no memory, Rust's by `abort`."""
+    while workers:
+        worker, status = os.waitpid(-1, os.WNOHANG)
+        if not worker:
+            return
+        with workers.pop(worker) as link, suppress(OSError):
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT:
+                link.setblocking(False)
+                _say(link, DENIED, LEAVES, msgpack.encode((400, f"{_TOO_LARGE}: its tokenizer gave up")))
+
+
 def _work(pool: socket.socket, memory: int, kept: int) -> None:
-    """Says its pid, and computes jobs."""
-    pool.sendall(LENGTH.pack(os.getpid()))
+    """Says its pid, and computes jobs until the pool is gone."""
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (data + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most, stays = _peak() + kept, True
-    with pool.makefile("rb") as jobs:
+    with suppress(OSError, MemoryError), pool.makefile("rb") as jobs:  # a pool that is gone, a job that is too large
+        pool.sendall(LENGTH.pack(os.getpid()))
         while stays and (length := jobs.read(LENGTH.size)):
-            kind, result = _answer(pickle.loads(jobs.read(*LENGTH.unpack(length))))
+            kind, result = _answer(jobs.read(*LENGTH.unpack(length)))
             stays = _peak() <= most
-            pool.sendall(LENGTH.pack(len(result)) + kind + (STAYS if stays else LEAVES) + result)
+            _say(pool, kind, STAYS if stays else LEAVES, result)
 
 
-def _answer(job: Job) -> tuple[bytes, bytes]:
+def _say(pool: socket.socket, kind: bytes, then: bytes, result: bytes) -> None:
+    """Sends an answer. OSError."""
+    pool.sendall(LENGTH.pack(len(result)) + kind + then + result)
+
+
+def _answer(job: bytes) -> tuple[bytes, bytes]:
     """Computes a job, and encodes what it gives, or why it gives nothing."""
     try:
-        return DONE, msgpack.encode(_call(job))
+        return DONE, msgpack.encode(_call(pickle.loads(job)))
     except Denial as denial:
         return DENIED, msgpack.encode(denial.args)
     except (MemoryError, RecursionError) as error:
-        return DENIED, msgpack.encode((400, f"the request is too large to be prepared: {type(error).__name__}"))
+        return DENIED, msgpack.encode((400, f"{_TOO_LARGE}: {type(error).__name__}"))
     except Exception:  # any error: of templates and tokenizers, and of our own
         return FAILED, msgpack.encode(traceback.format_exc())
 

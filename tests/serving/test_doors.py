@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import os
+import pickle
+import select
 import signal
 import socket
 import textwrap
@@ -36,6 +38,7 @@ from ballonet.hooks.server.doors import Doors, read_key
 from ballonet.hooks.server.ending import Listening
 from ballonet.hooks.server.engine import Denial
 from ballonet.hooks.server.render_pool import RenderPool
+from ballonet.hooks.server.render_worker import LENGTH
 from ballonet.hooks.server.rendering import Source
 from ballonet.hooks.server.served import Models, ServedModel, pooled, prepared_by
 from ballonet.hooks.watch.endpoint import listen
@@ -658,6 +661,13 @@ async def denial(asked: Coroutine[Any, Any, object]) -> Denial:
     return refused.value
 
 
+async def process_of(pool: RenderPool) -> int:
+    """A process that computes jobs. Again, where one was lost, or a loaded machine took too long."""
+    while True:
+        with contextlib.suppress(Denial):
+            return await pool.run("os:getpid", result=int)
+
+
 def test_jobs_give_their_results_and_errors() -> None:
     async def act(pool: RenderPool) -> None:
         assert await asyncio.gather(*(pool.run("operator:add", "a", str(n), result=str) for n in range(9))) == [
@@ -670,16 +680,11 @@ def test_jobs_give_their_results_and_errors() -> None:
 
 
 def test_a_job_beyond_its_time_ends_with_its_process() -> None:
-    async def worker(pool: RenderPool) -> int:
-        while True:  # a loaded machine may take longer for anything
-            with contextlib.suppress(Denial):
-                return await pool.run("os:getpid", result=int)
-
     async def act(pool: RenderPool) -> None:
-        before = await worker(pool)
+        before = await process_of(pool)
         refused = await denial(pool.run("time:sleep", FOREVER, result=object))
         assert (refused.status, "longer than 0.1 s" in refused.message) == (400, True)
-        assert await worker(pool) != before
+        assert await process_of(pool) != before
         wait(lambda: not is_alive(before))
 
     rendering(act, render=0.1, renderers=1)
@@ -692,9 +697,33 @@ def test_a_job_whose_process_is_killed_is_refused() -> None:
         worker = await pool.run("os:getpid", result=int)
         os.kill(worker, signal.SIGKILL)
         wait(lambda: not is_alive(worker))
-        assert await pool.run("os:getpid", result=int) != worker
+        assert await process_of(pool) != worker
 
     rendering(act, renderers=1)
+
+
+def test_a_job_whose_tokenizer_gives_up_is_too_large() -> None:
+    async def act(pool: RenderPool) -> None:
+        refused = await denial(pool.run("os:abort", result=object))
+        assert (refused.status, "too large" in refused.message) == (400, True)
+        assert await pool.run("operator:add", 1, 1, result=int) == 2
+
+    rendering(act, renderers=1)
+
+
+def test_a_process_whose_answer_nobody_reads_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    async def act(pool: RenderPool) -> None:
+        job = pickle.dumps(("os:getpid", ()))
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            socket.send_fds(pool._forker, [LENGTH.pack(0)], [theirs.fileno()])
+            (worker,) = LENGTH.unpack(mine.recv(LENGTH.size))
+            mine.sendall(LENGTH.pack(len(job)) + job)
+            select.select([mine], [], [])
+        wait(lambda: not is_alive(worker))
+
+    rendering(act)
+    assert not capfd.readouterr().err
 
 
 def test_a_pool_whose_first_process_is_killed_begins_again() -> None:
