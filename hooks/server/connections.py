@@ -35,14 +35,15 @@ def raise_files() -> int:
 
 
 class Connections:
-    """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here."""
+    """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here;
+    others wait in the kernel."""
 
     def __init__(
         self, files: int, tuning: ClientLimits = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`files`: that the process may open."""
         self.most = max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
-        self.burst = max(1, min(tuning.files, (files - self.most) // 4))  # those before are still being closed
+        self.burst = max(1, min(tuning.burst, (files - self.most) // 4))  # those before are still being closed
         self.tuning = tuning
         self.clock = clock
         self.open: set[BoundedConnection] = set()

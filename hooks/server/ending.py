@@ -67,6 +67,8 @@ class Listening(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen, and to look at connections."""
         await super().startup(sockets)
+        for link in sockets or []:  # the backlog of asyncio is also how many it accepts at once
+            link.listen(self._connections.tuning.connections)
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

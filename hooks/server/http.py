@@ -192,8 +192,9 @@ async def _call(request: Request, name: str) -> HTTPCall:
     return HTTPCall(name, await request.body(), dict(request.path_params), *slos)
 
 
-def denied(_: Request, error: Exception) -> Response:
-    """Makes the answer to a request that is denied before an endpoint has it, or that no route takes; for starlette."""
+async def denied(_: Request, error: Exception) -> Response:
+    """Makes the answer to a request that is denied before an endpoint has it, or that no route takes; for starlette,
+    which would call what is not asynchronous on a thread."""
     if isinstance(error, Denial):
         return failed(error)
     status = getattr(error, "status_code", 404)

@@ -21,7 +21,7 @@ from ...offload.policy.tuning import DEFAULT
 from ..compat import causal_model, keeps_requests_apart, longest_sequence
 from ..weights.model_parts import bytes_of_weights
 from .engine import Engine
-from .rendering import Source, tokenizer_of
+from .rendering import Source, answer_template, tokenizer_of
 from .requests import Defaults
 from .served import Renderer, ServedModel, ends_of
 
@@ -69,7 +69,7 @@ def source_of(name: str, *, own_templates: bool) -> Source:
     try:
         config = config_of(Source(repository, revision))
         source = Source(repository, revision, config.model_type, own_templates)
-        tokenizer_of(source)
+        answer_template(source)  # what it imports takes most of a second: not while clients wait
     except Exception as error:  # any error: files and transformers may raise anything
         raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     if config.get_text_config(decoder=True) is not config:

@@ -64,12 +64,14 @@ class Scene:
     def __init__(self, doors: Doors, tuning: ClientLimits, most: int = 1000, longest: int = 0) -> None:
         self.bodies: list[int] = []  # bytes that reached the application
         self.cancelled = threading.Event()  # is set once a stream was
-        self.stuck = threading.Semaphore(0)  # is released by each request that waits for ever
+        self.stuck = threading.Semaphore(0)  # is released by each request that waits for ever, or that holds the loop
+        self.goes_on = threading.Event()  # of such a loop
         routes = [
             Route("/health", answer_health),
             Route("/bytes", self._count, methods=["POST"]),
             Route("/stream", self._stream),
             Route("/stuck", self._wait),
+            Route("/hold", self._hold),
         ]
         doors.guard(routes, longest, tuning)
         app = Starlette(routes=routes, middleware=doors.middleware(), exception_handlers={Denial: denied})
@@ -104,6 +106,11 @@ class Scene:
     async def _wait(self, request: Request) -> JSONResponse:
         self.stuck.release()
         await asyncio.sleep(FOREVER)
+        return JSONResponse({})
+
+    async def _hold(self, request: Request) -> JSONResponse:
+        self.stuck.release()
+        self.goes_on.wait()
         return JSONResponse({})
 
 
@@ -414,10 +421,28 @@ def test_idle_connections_make_room_for_others(scene: Callable[..., Scene]) -> N
     assert ask(server.port, "/health") == 200
 
 
+def test_clients_that_come_at_once_are_connected_while_the_loop_is_held(scene: Callable[..., Scene]) -> None:
+    server = scene(burst=1)
+    clients = [connect(server.port, head("/hold", "Connection: close"))]
+    server.stuck.acquire()
+    try:
+        for _ in range(20):
+            clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            clients[-1].sendall(head("/health", "Connection: close"))
+    finally:
+        server.goes_on.set()
+    assert [read_end(client).split(b" ", 2)[1] for client in clients] == [b"200"] * 21
+
+
 def test_connections_leave_files_for_models() -> None:
-    tuning = replace(DEFAULT.clients, connections=4000, files=200)
+    tuning = replace(DEFAULT.clients, connections=4000, files=200, burst=60)
     made = [Connections(files, tuning) for files in (10**6, 1000, 100, 0)]
-    assert [(connections.most, connections.burst) for connections in made] == [(4000, 200), (800, 50), (75, 6), (1, 1)]
+    assert [(connections.most, connections.burst) for connections in made] == [(4000, 60), (800, 50), (75, 6), (1, 1)]
+
+
+def test_a_request_that_no_route_takes_starts_no_thread(real: Real) -> None:
+    assert ask(real.port, "/nowhere", f"Authorization: Bearer {KEY}") == 404
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("AnyIO")]
 
 
 def test_a_logger_writes_few_lines() -> None:

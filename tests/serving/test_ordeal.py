@@ -136,7 +136,13 @@ class Ordeal:
         figures: list[str] = []
         self._slowest()
         yield lambda figure: figures.append(str(figure))
-        self.table.add_row(name, ", ".join(figures), f"{1e3 * self._slowest():,.0f}")
+        self.note(name, ", ".join(figures), f"{1e3 * self._slowest():,.0f}")
+
+    def note(self, name: str, figures: str, slowest: str = "") -> None:
+        """Adds a row to the table, and says it."""
+        self.table.add_row(name, figures, slowest)
+        if SECONDS:
+            print(f"{name}: {figures}; /health {slowest or '-'} ms", flush=True)
 
     def expect(self, holds: bool, what: object) -> None:
         """Notes what does not hold."""
@@ -237,7 +243,7 @@ def test_a_server_holds_whatever_clients_do(ordeal: Ordeal) -> None:
         note({name: count - before[name] for name, count in after.items()})
         ordeal.expect(after == before, f"left: {before} became {after}")
     end_under_load(ordeal)
-    ordeal.table.add_row("the others", str(dict(ordeal.others.seen)), "")
+    ordeal.note("the others", str(dict(ordeal.others.seen)))
     ordeal.expect(not ordeal.others.seen["wrong"], f"wrong answers: {ordeal.others.seen}")
     assert not ordeal.failures
 
@@ -364,7 +370,7 @@ def end_under_load(ordeal: Ordeal) -> None:
         ordeal.server.process.send_signal(signal.SIGTERM)
         ends = Counter(call.result() for call in asked)
     status = ordeal.server.ended()
-    ordeal.table.add_row("SIGTERM under load", f"{dict(ends)}, exit status {status}", "")
+    ordeal.note("SIGTERM under load", f"{dict(ends)}, exit status {status}")
     ordeal.expect(status == 0, ordeal.server.said()[-2000:])
     ordeal.expect("Traceback" not in ordeal.server.said(), ordeal.server.said()[-2000:])
     ordeal.expect(not any(end.startswith("lost") for end in ends), ends)

@@ -37,6 +37,8 @@ from ballonet.__main__ import main
 from ballonet.allocator import control, devices
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
+from ballonet.hooks.server.loading import source_of
+from ballonet.hooks.server.rendering import answer_template
 from ballonet.hooks.server.server import Server
 
 from .. import programs
@@ -346,6 +348,13 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_what_divides_answers_is_imported_while_a_model_loads(tmp_path: Path) -> None:
+    source = source_of(saved(tmp_path, 2), own_templates=False)
+    imported = answer_template.cache_info().misses
+    answer_template(source)
+    assert answer_template.cache_info().misses == imported
 
 
 def test_a_recorded_load(serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
