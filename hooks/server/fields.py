@@ -177,7 +177,7 @@ def _is_deep(value: Any, most: int) -> bool:
     return True
 
 
-def decoded(content: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+def decoded(content: bytes | bytearray, decoder: msgspec.json.Decoder[Body]) -> Body:
     """Parses and checks a body. Denial 400, which names the field that is wrong."""
     try:
         return decoder.decode(content)

@@ -34,10 +34,11 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 
 class HTTPCall(Struct, frozen=True):
-    """A request to an endpoint. `name`: its x-request-id; `ttft`, `tpot`: its SLOs in seconds."""
+    """A request to an endpoint. `name`: its x-request-id; `content`: its body, empty once it was read; `ttft`, `tpot`:
+    its SLOs in seconds."""
 
     name: str
-    content: bytes
+    content: bytearray
     parameters: dict[str, Any]
     ttft: float | None = None
     tpot: float | None = None
@@ -189,7 +190,10 @@ async def _call(request: Request, name: str) -> HTTPCall:
         slos = [parse_time(text, header) if text else None for text, header in zip(given, SLOS, strict=True)]
     except ConfigError as error:
         raise Denial(400, str(error), "invalid_value") from None
-    return HTTPCall(name, await request.body(), dict(request.path_params), *slos)
+    content = bytearray()
+    async for part in request.stream():  # `body()` would have all parts beside the whole
+        content += part
+    return HTTPCall(name, content, dict(request.path_params), *slos)
 
 
 async def denied(_: Request, error: Exception) -> Response:

@@ -47,7 +47,7 @@ class RenderJob(Struct, frozen=True):
     texts: tuple[str, ...] = ()
     grammar: str | None = None
     strict: tuple[FunctionTool, ...] = ()
-    body: bytes = b""
+    body: bytes | bytearray = b""
     kind: str = ""
 
 

@@ -135,11 +135,14 @@ class Models:
             raise Denial(404, f"no model {name!r} here: {', '.join(sorted(self._served))}", "model_not_found", "model")
         return self._served[name]
 
-    async def read(self, kind: type[Body], content: bytes) -> Body:
-        """Parses and checks a body. Denial 400."""
+    async def read(self, kind: type[Body], content: bytearray) -> Body:
+        """Parses and checks a body, which is empty afterwards, as it would take memory beside what was parsed for as
+        long as its request. Denial 400."""
         if len(content) > ASKING.body:
             await next(iter(self)).render(RenderJob(body=content, kind=kind.__name__))
-        return cast(Body, decoded(content, DECODERS[kind.__name__]))
+        body = decoded(content, DECODERS[kind.__name__])
+        content.clear()
+        return cast(Body, body)
 
     def check(self) -> None:
         """Checks that every model can answer. Denial 503."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,6 +26,7 @@ from .fleet import ENVIRONMENT, Asked, Program, Stock, drawn, free_port, given_c
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'ballonet[replicas]'")
 
+NOBODY = 65534  # a user that owns nothing
 # Starts the Ray, says where it is, and ends it once nobody holds the file any more.
 HOLDS = """
 import fcntl, json, os, sys
@@ -39,6 +40,42 @@ with open(sys.argv[2]) as held:
     fcntl.flock(held, fcntl.LOCK_EX)
     os.unlink(sys.argv[1])
 node.close()
+"""
+
+# Tries what a user of this machine may try at a Ray, and says what became of it; as another user with modules that are
+# imported before, as such a one may not read them
+VISITS = """
+import importlib, json, os, pathlib, sys
+address, secret, user, names = json.load(sys.stdin)
+for name in names:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        pass
+import ray
+if user:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+try:
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    outcome = "ran as %d" % ray.get(ray.remote(num_cpus=0)(os.getuid).remote())
+except BaseException as error:
+    outcome = f"{type(error).__name__}: {error}"
+def readable():
+    yield from pathlib.Path("/proc").glob("[0-9]*/cmdline")
+    yield from pathlib.Path("/proc").glob("[0-9]*/environ")
+    for folder in "/tmp", "/dev/shm":
+        for place, folders, files in os.walk(folder):
+            yield from (path for path in (pathlib.Path(place, name) for name in files) if path.is_file())
+def has_secret(path):
+    try:
+        with path.open("rb") as file:
+            return secret.encode() in file.read(2**22)
+    except OSError:
+        return False
+told = {"outcome": outcome, "read in": [str(path) for path in readable() if has_secret(path)]}
+print(json.dumps([told, [name for name in sys.modules if name.partition(".")[0] != "__main__"]]))
 """
 
 
@@ -191,6 +228,25 @@ def test_without_the_token_nobody_comes_in(cluster: Cluster, token: str, why: st
     done = programs.python(*command, variables=variables)
     assert done.returncode == 1, done.stderr
     assert why in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_another_user_of_the_machine_neither_runs_a_task_nor_reads_the_token(cluster: Cluster) -> None:
+    def visit(user: int, token: str, imported: list[str]) -> tuple[dict[str, Any], list[str]]:
+        variables = {**os.environ, **ENVIRONMENT, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        asked = json.dumps([cluster.address, cluster.token, user, imported])
+        done = subprocess.run(
+            [sys.executable, "-c", VISITS], input=asked, env=variables, stdout=subprocess.PIPE, text=True, check=True
+        )
+        told, modules = json.loads(done.stdout.splitlines()[-1])
+        return told, modules
+
+    own, modules = visit(0, cluster.token, [])
+    assert own["outcome"] == "ran as 0"
+    assert any(path.endswith("/environ") for path in own["read in"])
+    other, _ = visit(NOBODY, "another", modules)
+    assert "ran as" not in other["outcome"]
+    assert not other["read in"]
 
 
 def test_killed_server_leaves_no_process_of_its_ray(tmp_path: Path) -> None:
