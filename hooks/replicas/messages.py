@@ -13,6 +13,7 @@ from msgspec import Struct
 from torch import nn
 
 from ...allocator._native import Device
+from ...allocator.versions import installed
 from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.protocol import ACTIONS, EVENTS
@@ -32,6 +33,7 @@ class Fingerprint:
     ballonet: str
     torch: str
     transformers: str
+    llguidance: str = "not installed"
 
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
         """Returns how `other` differs, one line each: "torch is 2.12.0, not 2.13.0". Leaves out the weights where their
@@ -55,6 +57,7 @@ def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
         ballonet=facts["ballonet"],
         torch=facts["torch"],
         transformers=facts["transformers"],
+        llguidance=installed("llguidance") or "not installed",
     )
 
 

@@ -226,7 +226,7 @@ def ordeal(tmp_path: Path) -> Iterator[Ordeal]:
 
 def test_a_server_holds_whatever_clients_do(ordeal: Ordeal) -> None:
     draw, end, before = random.Random(SEED), time.monotonic() + SECONDS, dict[str, int]()
-    come(ordeal.port, ordeal.model, 60, draw)  # after which it has all threads that it will have
+    start_threads(ordeal, draw)
     while True:
         leave_alone(ordeal)
         before = before or settled(ordeal, {})
@@ -246,6 +246,14 @@ def test_a_server_holds_whatever_clients_do(ordeal: Ordeal) -> None:
     ordeal.note("the others", str(dict(ordeal.others.seen)))
     ordeal.expect(not ordeal.others.seen["wrong"], f"wrong answers: {ordeal.others.seen}")
     assert not ordeal.failures
+
+
+def start_threads(ordeal: Ordeal, draw: random.Random) -> None:
+    """Asks for what starts threads that the server keeps: those of asyncio, and of tokenizers for the texts of single
+    tokens."""
+    come(ordeal.port, ordeal.model, 60, draw)
+    with ordeal.server.client() as client:
+        client.completions.create(model=ordeal.model, prompt="w3 w4", max_tokens=2, logprobs=1, echo=True)
 
 
 def leave_alone(ordeal: Ordeal) -> None:
