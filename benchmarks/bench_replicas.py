@@ -17,7 +17,7 @@ from typing import Any
 
 from harness import Benchmark, Figure, Options, main, report
 
-from ballonet.hooks.server.load import RecordedArrival, read
+from ballonet.hooks.server.arrivals import RecordedArrival, read
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.pipeline import ChunkCost

@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.plan.machine import Machine, Tenant, dealt
 from ballonet.hooks.plan.run import run
-from ballonet.hooks.server.load import read
+from ballonet.hooks.server.arrivals import read
 from ballonet.offload.policy.step_costs import Parts
 
 OURS = "ballonet"

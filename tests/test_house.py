@@ -119,7 +119,7 @@ FACTS = {
     "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
     "hooks/sampling/sampler.py": {"WORD"},  # bits of int32
     "hooks/server/answers.py": {"_IMPOSSIBLE"},  # OpenAI's
-    "hooks/server/load.py": {"BLOCK"},  # of Mooncake's hashes
+    "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/server/render_worker.py": {"_PDEATHSIG"},  # of Linux
     "hooks/server/requests.py": {"_SEEDS"},
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two

@@ -43,7 +43,8 @@ from ..batching.scheduler import ElasticScheduler
 from ..forward.lease import GroupLease
 from ..managed import Managed, pace_of, residency_of
 from ..profile import Grid
-from ..server.load import BLOCK, Answered, RecordedArrival
+from ..server.arrivals import RecordedArrival
+from ..server.load import Answered
 from ..streaming.model_residency import ModelResidency
 from ..weights.model_parts import bytes_of_weights
 
@@ -339,7 +340,8 @@ class VirtualLoop:
 def _state(name: str, arrival: RecordedArrival, number: int) -> Any:
     from transformers.generation.continuous_batching.requests import RequestState
 
-    tokens = [block * BLOCK % 2**30 + n for block in arrival.blocks for n in range(BLOCK)][: arrival.prompt]
+    size = arrival.block_tokens
+    tokens = [block * size % 2**30 + n for block in arrival.blocks for n in range(size)][: arrival.prompt]
     own = 2**30 + number * 2**15 % 2**30
     tokens += [own + n % 2**15 for n in range(arrival.prompt - len(tokens))]
     return RequestState(name, tokens, streaming=True, max_new_tokens=max(1, arrival.new), eos_token_id=-1)

@@ -46,7 +46,8 @@ from ..device import governors
 from ..manage import managed
 from ..options import ManageOptions
 from ..profile import Grid
-from ..server.load import RecordedArrival, summary
+from ..server.arrivals import RecordedArrival
+from ..server.load import summary
 from .machine import Charges, Clock, Decision, Machine, MachineSizes, Tenant, VirtualLoop, VirtualModel, checked
 
 SLOs = tuple[float | None, float | None]

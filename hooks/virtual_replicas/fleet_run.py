@@ -27,7 +27,8 @@ from ..replicas.recording import Notes
 from ..replicas.replica import Replica
 from ..replicas.replica_model import HostTimeMarks, StageTimes
 from ..replicas.supervisor import Supervisor, SupervisorPorts
-from ..server.load import Answered, RecordedArrival
+from ..server.arrivals import RecordedArrival
+from ..server.load import Answered
 from .faults import (
     ClientLeft,
     DamagedKV,

@@ -9,7 +9,8 @@ from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.protocol import Note
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..server.load import RecordedArrival, summary
+from ..server.arrivals import RecordedArrival
+from ..server.load import summary
 from .faults import PlayedFault
 from .fleet import VirtualFleet
 from .fleet_run import FleetRun, PeerRun

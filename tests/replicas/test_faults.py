@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from ballonet.hooks.server.load import RecordedArrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import (
     ClientLeft,
     DamagedKV,

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.server.load import RecordedArrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.fleet_run import PeerRun
 from ballonet.hooks.virtual_replicas.group_queue import GroupQueue, Job
 from ballonet.hooks.virtual_replicas.memory_policies import RecomputePolicy, Swap

@@ -34,7 +34,7 @@ from msgspec import structs
 
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.replicas.supervisor import FleetState
-from ballonet.hooks.server.load import RecordedArrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import Killed, NewReplica, PlayedFault
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.server.load import read
+from ballonet.hooks.server.arrivals import read
 from ballonet.offload.policy.replicas.pipeline import Batch, ChunkCost, ChunkSize, Sample, equal_cost, fit, is_decode
 from ballonet.offload.policy.step_costs import Parts, Step
 

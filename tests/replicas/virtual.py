@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
-from ballonet.hooks.server.load import RecordedArrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import PlayedFault
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun, RecordedClient

@@ -16,7 +16,7 @@ from ballonet.allocator.errors import ManageError
 from ballonet.hooks.device import governors
 from ballonet.hooks.plan.machine import Decision, Machine, MachineSizes, Tenant, dealt
 from ballonet.hooks.plan.run import POLICIES, default, named, run
-from ballonet.hooks.server.load import RecordedArrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.offload.policy.plan import Costs, fewest
 from ballonet.offload.policy.step_costs import Parts, Step
 

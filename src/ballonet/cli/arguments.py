@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from ..allocator.config import parse_time
@@ -64,9 +65,32 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="N", type=count, help="only so many requests")
     parser.add_argument("--scale", metavar="X", type=ratio, default=1, help="X times as fast as recorded")
     parser.add_argument("--lengths", metavar="X", type=ratio, default=1, help="X times as many tokens")
-    parser.add_argument("--rate", metavar="X", type=ratio, default=1, help="a second, in a trace without times")
+    parser.add_argument("--rate", metavar="X", type=ratio, help="a second, in a trace without times (default: 1)")
+    parser.add_argument("--time-unit", choices=["s", "ms", "us"], help="of its times, where they are numbers")
+    parser.add_argument("--block-tokens", metavar="N", type=count, help="tokens of its blocks of prompts (hash_ids)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="counts the tokens of a trace of texts")
     parser.add_argument("--ttft-slo", metavar="TIME", type=seconds, help="for the goodput, such as 500ms")
     parser.add_argument("--tpot-slo", metavar="TIME", type=seconds, help="the same of a token, such as 50ms")
+
+
+def recorded(args: argparse.Namespace, path: Path) -> list[Any]:
+    """Reads the requests of a trace that `add_requests` describes. TraceError."""
+    from ..hooks.server.arrivals import UNITS, TraceOptions, read
+
+    unit = None if args.time_unit is None else UNITS[args.time_unit]
+    options = TraceOptions(
+        None if args.rate is None else float(args.rate), unit, args.block_tokens, _counter(args.tokenizer)
+    )
+    return read(path, options, limit=args.limit, scale=float(args.scale))
+
+
+def _counter(model: str | None) -> Callable[[str], int] | None:
+    if model is None:
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def count(text: str) -> int:

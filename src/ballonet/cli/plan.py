@@ -278,10 +278,9 @@ def _print_policies(policies: list[str], run: Callable[[str], dict[str, Any]]) -
 def _arrivals(args: argparse.Namespace, models: int) -> list[Any]:
     """The requests of each model."""
     from ..hooks.plan.machine import dealt
-    from ..hooks.server.load import lengthened, read
+    from ..hooks.server.arrivals import lengthened
 
-    options = {"limit": args.limit, "rate": float(args.rate), "scale": float(args.scale)}
-    traces = [lengthened(read(path, **options), float(args.lengths)) for path in args.trace]
+    traces = [lengthened(arguments.recorded(args, path), float(args.lengths)) for path in args.trace]
     return traces if len(traces) == models else dealt(traces[0], models, args.turns)
 
 

@@ -219,10 +219,11 @@ def add_load(commands: Any) -> None:
     parser = arguments.command(commands, "load", _load, "replay recorded requests against a server, and time it")
     parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, refused (those that
         failed by HTTP 4xx), tokens, seconds, ttft_p50, ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput
-        (requests per second within the SLOs). Exits with 1 where all requests failed."""
-    parser.add_argument(
-        "trace", metavar="TRACE", type=Path, help="a file of requests: Azure's, Mooncake's, or of lengths"
-    )
+        (requests per second within the SLOs). Exits with 1 where all requests failed. Traces: CSV of Azure (2023,
+        2024), of BurstGPT, of lengths (num_prefill_tokens, num_decode_tokens) or of the turns of conversations; JSON of
+        Mooncake, Qwen-Bailian, ShareGPT (with --tokenizer), or what `vllm bench serve --save-result --save-detailed`
+        has written."""
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests: see above")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--model", required=True, help="the model that is asked")
     parser.add_argument("--api-key", metavar="KEY", help="what the server wants to be sent (default: BALLONET_API_KEY)")
@@ -232,7 +233,7 @@ def add_load(commands: Any) -> None:
 
 
 def _load(args: argparse.Namespace) -> None:
-    from ..hooks.server.load import headers, read, replay, summary
+    from ..hooks.server.load import headers, replay, summary
 
     try:
         from openai import AsyncOpenAI
@@ -240,7 +241,7 @@ def _load(args: argparse.Namespace) -> None:
         from ..hooks.server.doors import read_key
     except ModuleNotFoundError as error:
         raise ManageError("a load needs OpenAI's client: pip install 'ballonet[serve]'") from error
-    arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
+    arrivals = arguments.recorded(args, args.trace)
 
     key = read_key(args.api_key, None) or "none"  # the client wants one
     settings: dict[str, Any] = {"base_url": f"{args.url}/v1", "api_key": key, "max_retries": 0, "timeout": 600}
