@@ -165,7 +165,7 @@ class Config:
     reserve: float = 60.0  # seconds that pages which a model's KV had in use are kept free for it beside other models
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
     replica_faults: Path | None = None  # file of faults of replicas (testing/replica_faults.py); None: none
-    control: bool = True  # may `python -m ballonet budget` ask this process?
+    control: bool = True  # may `ballonet budget` ask this process?
     cache_dir: Path | None = None  # of files compiled or measured once; None: the user's cache folder
     trust_folders: tuple[Path, ...] = ()  # folders of several users in which everything is trusted
 

@@ -1,4 +1,4 @@
-"""Control from outside: `python -m ballonet budget` and `top` watch a running process and change its budget.
+"""Control from outside: `ballonet budget` and `top` watch a running process and change its budget.
 
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
 user can enter (trusted.py). A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout":

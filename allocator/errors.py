@@ -78,7 +78,7 @@ class LedgerDamaged(SharedBudgetError):
     def __str__(self) -> str:
         return (
             f"the ledger of the shared budget, {self.path}, is damaged: {self.why}. Nobody gets more of it. End all "
-            "processes that share it (`python -m ballonet top` lists them), delete the file, and start them again"
+            "processes that share it (`ballonet top` lists them), delete the file, and start them again"
         )
 
 

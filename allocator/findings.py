@@ -1,4 +1,4 @@
-"""The settings that `python -m ballonet preflight` chose for a machine: a small JSON file that `install()` reads.
+"""The settings that `ballonet preflight` chose for a machine: a small JSON file that `install()` reads.
 
 There is one file per device and driver, in the cache folder. A setting given by hand, as an argument or in the
 environment, comes first; for another device or another driver the file is not used.

@@ -1,4 +1,4 @@
-"""The facts of `python -m ballonet info`: the device, the versions, what works on this machine, what does not and why.
+"""The facts of `ballonet info`: the device, the versions, what works on this machine, what does not and why.
 
 Imports neither torch nor transformers: their versions come from what is installed. The driver is asked without a
 context.
@@ -171,7 +171,7 @@ def _host_pages(config: Config, target: device_choice.Target) -> tuple[bool, str
 def _preflight(config: Config, target: device_choice.Target) -> tuple[bool, str]:
     kept = findings.load(cache_dir(config), findings.key_of(target.facts))
     if kept is None:
-        return False, "not done on this device and driver: python -m ballonet preflight"
+        return False, "not done on this device and driver: ballonet preflight"
     chosen = ", ".join(f"{name}={value}" for name, value in kept.settings.items())
     return True, f"{kept.when}: {chosen or 'nothing had to be changed'} ({kept.path})"
 

@@ -223,7 +223,7 @@ def _started(asked: Config, settings: Config) -> _Installed:
         if device.kind == "standin" and settings.device == "auto" and torch.version.cuda is not None:
             warnings.warn(
                 "ballonet found no GPU that torch can use, so it serves models on the CPU (the host stand-in): "
-                "`python -m ballonet info` says why",
+                "`ballonet info` says why",
                 UserWarning,
                 stacklevel=4,
             )
@@ -274,13 +274,13 @@ def listen() -> None:
 
 
 def _listen(of: Runtime) -> None:
-    """Listens for `python -m ballonet budget`."""
+    """Listens for `ballonet budget`."""
     if of.settings.control:
         try:
             listen()
         except OSError as error:
             warnings.warn(
-                f"`python -m ballonet budget` cannot reach this process: {error}. Set XDG_RUNTIME_DIR to a folder of "
+                f"`ballonet budget` cannot reach this process: {error}. Set XDG_RUNTIME_DIR to a folder of "
                 "yours, or BALLONET_CONTROL=0 to do without",
                 RuntimeWarning,
                 stacklevel=4,

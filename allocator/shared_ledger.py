@@ -120,7 +120,7 @@ class SharedLedger:
                 raise SharedBudgetError(
                     f"the budget that others share on {self.device} is {format_size(said)}, and not "
                     f"{format_size(total or 0)}: leave the size out (shared_budget=True), or change it for all of them "
-                    "with `python -m ballonet budget --shared SIZE`"
+                    "with `ballonet budget --shared SIZE`"
                 )
             target = now.target if now.parts and now.target is not None else said
             floors = floor + sum(part.floor for part in now.parts.values())
@@ -130,7 +130,7 @@ class SharedLedger:
                 raise SharedBudgetError(
                     f"what the processes on {self.device} keep in any case is {format_size(floors)}, more than the "
                     f"{format_size(min(said, target))} that they share: give a smaller floor, or raise the total with "
-                    "`python -m ballonet budget --shared SIZE`"
+                    "`ballonet budget --shared SIZE`"
                 )
             return SharedParts(said, target, {**now.parts, pid: Part(started(pid) or 0, number, 0, floor)})
 

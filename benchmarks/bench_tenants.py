@@ -1,4 +1,4 @@
-"""Two and three models on one device under recorded requests: time simulated, pages real (`python -m ballonet whatif`).
+"""Two and three models on one device under recorded requests: time simulated, pages real (`ballonet whatif`).
 
     python benchmarks/bench_tenants.py [--traces TRACE.csv]
 

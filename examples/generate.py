@@ -1,7 +1,7 @@
 """A script that knows nothing of ballonet: any causal language model answers a prompt.
 
     python examples/generate.py MODEL "a prompt"
-    python -m ballonet run --budget 24GiB examples/generate.py MODEL "a prompt"
+    ballonet run --budget 24GiB examples/generate.py MODEL "a prompt"
 
 MODEL is a folder or a name that transformers finds. The second line runs the same script with its weights,
 activations and KV cache in one pool of pages.

@@ -1,7 +1,7 @@
 """Many prompts at once, by transformers' continuous batching: a script that knows nothing of ballonet.
 
     python examples/generate_batch.py MODEL "a prompt" "another prompt" --copies 16
-    python -m ballonet run --budget 24GiB examples/generate_batch.py MODEL "a prompt" "another prompt" --copies 16
+    ballonet run --budget 24GiB examples/generate_batch.py MODEL "a prompt" "another prompt" --copies 16
 
 Each prompt is asked `--copies` times with a number before it, so that no two requests are the same. The second line
 runs the same script with the KV of all requests, weights and activations in one pool of pages.

@@ -195,7 +195,7 @@ class Option(NamedTuple):
 
     name: str  # the keyword
     variable: str  # the environment variable
-    flag: str  # the flag of `python -m ballonet run`
+    flag: str  # the flag of `ballonet run`
     metavar: str
     help: str
     default: Any

@@ -53,7 +53,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        *((line, "") for line in ("", "fly", "replay", "info --yaml", "info llama --batch 0", "info a b")),
+        *((line, "") for line in ("fly", "replay", "info --yaml", "info llama --batch 0", "info a b")),
         *((line, "") for line in ("budget", "budget me", "budget 0", "budget 1 --timeout 0")),
         ("run", "arguments are required: PROGRAM\n"),
         ("run -m -c x", "a module (-m) or code (-c)\n"),
@@ -62,8 +62,16 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_wrong_usage_is_exit_code_2(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = told(capsys, *arguments.split())
     assert (code, out) == (2, "")
-    assert "usage: python -m ballonet" in error
+    assert "usage: ballonet" in error
     assert error.endswith(says)
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = told(capsys)
+    assert (code, error) == (0, "")
+    listed = re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+    assert max(map(len, out.splitlines())) < 80
 
 
 # -- JSON and tables
@@ -78,6 +86,7 @@ SHOWN = {
     "peer_pages": 2,
     "spilled": 1,
 }
+COMMANDS = ["run", "serve", "load", "whatif", "top", "budget", "replay", "info", "preflight", "plan", "profile"]
 PRINTS = {  # command -> arguments, and lines of its table, spaces left out
     "budget": (["7"], ["budget8MiB in pages of 64KiB", "weights100 pages (6.25MiB)", "on the second pool2 pages"]),
     "replay": (["trace.csv"], ["peak of what was asked for3MiB", "operations2, "]),
@@ -90,7 +99,7 @@ def test_every_command_has_help_and_those_that_print_take_json(
 ) -> None:
     code, out, _ = told(capsys, *command.split(), "--help")
     assert code == 0
-    assert out.startswith(f"usage: python -m ballonet {command}".rstrip())
+    assert out.startswith(f"usage: ballonet {command}".rstrip())
     assert "--json" in out or command in ("", "run")
 
 

@@ -183,7 +183,7 @@ def dropped(index: int) -> None:
 
 
 def unasked(index: int) -> None:
-    """As `python -m ballonet run` has it: nobody holds the handle."""
+    """As `ballonet run` has it: nobody holds the handle."""
     model = models.build("llama", num_hidden_layers=2)
     if index % 2:
         model(**models.prompts(1, 5))

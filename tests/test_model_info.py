@@ -1,4 +1,4 @@
-"""`python -m ballonet info MODEL`: the widths, bytes and limits it names are those of real caches."""
+"""`ballonet info MODEL`: the widths, bytes and limits it names are those of real caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ballonet plan`: from configurations to what people and programs read, and what it refuses."""
+"""`ballonet plan`: from configurations to what people and programs read, and what it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from . import models
 from .pool import cache_of_its_own, installing
 
 H100 = "by the data sheet NVIDIA H100 Tensor Core GPU, of 2023"
-USAGE = "usage: python -m ballonet plan"
+USAGE = "usage: ballonet plan"
 GPU = {"memory": "24GiB", "bandwidth": "1TB/s", "flops": {"2": 1e14, "4": 5e13}, "link": "25GB/s"}
 KEYS = (
     "fits least_budget budget host_budget page_size context prompt batch slo slo_met exact pages host_pages interval "
@@ -185,7 +185,7 @@ def test_record_of_this_machine_counts(folder: str, tmp_path: Path, capsys: pyte
     """The key of a model that was loaded is that of its configuration."""
     unknown = ballonet.plan(folder, context=128, budget="2GiB")
     assert (unknown["tpot_seconds"], unknown["limit"], unknown["fits"]) == (None, None, True)
-    assert "python -m ballonet profile" in unknown["hardware"]["source"]
+    assert "ballonet profile" in unknown["hardware"]["source"]
     with install.stock():
         model = models.transformers.AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder))
         model.save_pretrained(folder)
@@ -212,9 +212,7 @@ def test_record_of_this_machine_counts(folder: str, tmp_path: Path, capsys: pyte
     assert "was measured for another torch" in elsewhere["hardware"]["source"]
     assert elsewhere["tpot_seconds"] is None
     path.write_text("{")
-    with pytest.raises(
-        ConfigError, match=r"cannot be read: .* Delete the file, or measure anew with python -m ballonet"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be read: .* Delete the file, or measure anew with ballonet"):
         ballonet.plan(folder, context=129)
     other = ballonet.plan(folder, context=129, prompt=128, budget="2GiB", gpu="h100")
     assert other["hardware"]["source"] == H100

@@ -1,4 +1,4 @@
-"""`python -m ballonet top` as a user meets it: in a pseudo-terminal, on a pipe, for scripts, with wrong arguments."""
+"""`ballonet top` as a user meets it: in a pseudo-terminal, on a pipe, for scripts, with wrong arguments."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Share:
                 raise SharedBudgetError(
                     f"the processes that share {format_size(self._total)} on {self.ledger.device} leave "
                     f"{format_size(self.part)}, and this one needs {format_size(self.floor)}: raise the total with "
-                    "`python -m ballonet budget --shared SIZE`, or end one of them"
+                    "`ballonet budget --shared SIZE`, or end one of them"
                 )
             change_budget(self._runtime, self.part, self._tuning.patience)
         except BaseException:
@@ -194,7 +194,7 @@ class Share:
                 raise SharedBudgetError(
                     f"a budget of {format_size(nbytes)} was asked for, but of the {format_size(self._total)} that this "
                     f"process shares with others {format_size(got)} are left for it: ask for that or less, or raise "
-                    "the total with `python -m ballonet budget --shared SIZE`"
+                    "the total with `ballonet budget --shared SIZE`"
                 )
             self._put(got)
 

@@ -274,7 +274,7 @@ def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:
         return Speed(device, "measured on this machine", known.bandwidth, known)
     if device.hardware is not None:
         return Speed(device, f"by the {device.hardware.source}", device.hardware.link)
-    return Speed(device, f"not known{why}: python -m ballonet profile {sizing.shape.name}, or --gpu", None)
+    return Speed(device, f"not known{why}: ballonet profile {sizing.shape.name}, or --gpu", None)
 
 
 def _recorded(device: Device, sizing: Sizing, settings: Config) -> tuple[record.Record | None, str]:
@@ -289,7 +289,7 @@ def _recorded(device: Device, sizing: Sizing, settings: Config) -> tuple[record.
     except record.RecordDamaged as error:
         raise ConfigError(
             f"the performance record of {sizing.shape.name} cannot be used: {error}. Delete the file, or measure anew "
-            f"with python -m ballonet profile {sizing.shape.name}"
+            f"with ballonet profile {sizing.shape.name}"
         ) from error
     except record.Unusable as error:
         return None, f", as {error}"

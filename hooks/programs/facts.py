@@ -1,4 +1,4 @@
-"""The output of `python -m ballonet profile MODEL`: times of iterations, speed of the link, intervals without delay.
+"""The output of `ballonet profile MODEL`: times of iterations, speed of the link, intervals without delay.
 
 The model is loaded, managed and measured (profile.py); the rest is computed from its record.
 """

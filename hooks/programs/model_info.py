@@ -1,4 +1,4 @@
-"""The output of `python -m ballonet info MODEL`: sizes of a model's weights, which layers of its KV cache are elastic,
+"""The output of `ballonet info MODEL`: sizes of a model's weights, which layers of its KV cache are elastic,
 why, and their sizes.
 
 Reads only the configuration. `kinds.plan` decides, as for a managed model. The widths of keys and values come from one

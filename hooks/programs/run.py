@@ -1,4 +1,4 @@
-"""`python -m ballonet run`: runs an unmodified program with its models in the pool.
+"""`ballonet run`: runs an unmodified program with its models in the pool.
 
 The program runs as `__main__`, with the same arguments, path, tracebacks and exit code as without ballonet.
 """

@@ -4,7 +4,7 @@
         "kv_connector_module_path": "ballonet.hooks.vllm", "kv_connector_extra_config": {"budget": "8GiB"}}'
 
 The engine's cache is a reservation. A block has pages once the engine may hand it out, and gives them back when the
-load has dropped. `python -m ballonet budget PID SIZE` changes the budget of the running engine. ImportError without
+load has dropped. `ballonet budget PID SIZE` changes the budget of the running engine. ImportError without
 vLLM, UnsupportedVersion for a version that lacks names that the connector needs.
 """
 
@@ -45,7 +45,7 @@ def check() -> None:
     if missing := [name for module, names in _NAMES.items() for name in _missing(module, names)]:
         raise UnsupportedVersion(
             f"vLLM {version} lacks {'; '.join(missing)}, which the connector stands on: use vLLM 0.32, or serve with "
-            "`python -m ballonet serve`"
+            "`ballonet serve`"
         )
 
 

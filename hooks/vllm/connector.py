@@ -204,8 +204,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if stuck and not plan.said:
             plan.said = True
             logger.warning(
-                "no request can run: the budget has pages for %d blocks of %d tokens; raise it with "
-                "`python -m ballonet budget`",
+                "no request can run: the budget has pages for %d blocks of %d tokens; raise it with `ballonet budget`",
                 plan.limit,
                 plan.block,
             )

@@ -1,4 +1,4 @@
-"""`python -m ballonet whatif --replicas`: what it prints, and what it refuses."""
+"""`ballonet whatif --replicas`: what it prints, and what it refuses."""
 
 from __future__ import annotations
 

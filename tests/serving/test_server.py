@@ -1,4 +1,4 @@
-"""The server of `python -m ballonet serve`, asked as OpenAI's clients ask, and the load generator."""
+"""The server of `ballonet serve`, asked as OpenAI's clients ask, and the load generator."""
 
 from __future__ import annotations
 

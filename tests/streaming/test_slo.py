@@ -27,7 +27,7 @@ LAYER = 8 * 4096  # bytes of one that streams
 
 
 def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> Path:
-    """As `python -m ballonet profile` would have left it: seconds of an iteration, bytes per second."""
+    """As `ballonet profile` would have left it: seconds of an iteration, bytes per second."""
     seconds = {}
     for batch in (1, 2, 4, 8):
         for length in (1, 2, 4, 8, 16, 32, 64, 128, 256):

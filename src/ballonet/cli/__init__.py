@@ -1,1 +1,1 @@
-"""The commands of `python -m ballonet`, a file each, whose `add` describes it to argparse."""
+"""The commands of `ballonet`, a file each, whose `add` describes it to argparse."""

@@ -19,7 +19,7 @@ from ..allocator.errors import ConfigError
 def command(commands: Any, name: str, act: Callable[..., object], text: str) -> argparse.ArgumentParser:
     """Adds a command that `text` describes. `act` is called with its arguments; see `__main__.main`."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(command=act, wrong=parser.error)
+    parser.set_defaults(command=act, wrong=parser.error, about=text)
     return parser
 
 

@@ -82,7 +82,7 @@ def _plan(args: argparse.Namespace) -> None:
         if not points:
             raise ConfigError(
                 "there is no curve to draw, as nobody knows what an iteration takes here: give --gpu, or measure it "
-                "with python -m ballonet profile"
+                "with ballonet profile"
             )
         title = f"{', '.join(args.model)}: {args.batch} x {args.context:,} tokens"
         file.draw_curve(args.curve, points, title, facts["budget"], args.slo)

@@ -1,4 +1,4 @@
-"""`python -m ballonet run`: a script or module whose models are managed at their first use."""
+"""`ballonet run`: a script or module whose models are managed at their first use."""
 
 from __future__ import annotations
 
