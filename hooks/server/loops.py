@@ -18,6 +18,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
@@ -87,13 +88,15 @@ class Loop:
         self._failed = False  # could the loop not be started again?
         self._ending = threading.Event()  # does the server shut down?
         self._starting = threading.Lock()
+        self._compiling = ThreadPoolExecutor(1, "ballonet-grammars")  # what compiles is short (rendering.py), but many
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
         """Computes an answer, see Engine. Denial."""
         request = SampledRequest(generation.sampling)
         if (text := generation.sampling.grammar) is not None:
             try:
-                request.grammar = await asyncio.to_thread(self._grammars.matcher, text)
+                matcher = asyncio.get_running_loop().run_in_executor(self._compiling, self._grammars.matcher, text)
+                request.grammar = await matcher
             except GrammarRefused as error:
                 raise Denial(400, str(error), "invalid_value", "response_format") from None
             generation = replace(generation, ends=tuple({*generation.ends, *self._grammars.ends}))

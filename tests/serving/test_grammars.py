@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,6 +104,8 @@ def test_answers_have_their_forms(two: bool, monkeypatch: pytest.MonkeyPatch) ->
         forms = answers_have_their_forms(loop, asked_in_forms(), tokenizer)
         plain, _none = await asyncio.gather(answer(loop, free), forms)
         assert close_to(plain[0], expected)
+        compiling = [thread for thread in threading.enumerate() if "grammars" in thread.name]
+        assert len(compiling) == 1, "one grammar after the other"
 
     in_a_loop(llama(), scene, tokenizer=tokenizer, use_async_batching=two)
 

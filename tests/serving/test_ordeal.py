@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIConnectionError, APIError, APIStatusError
+from openai import APIConnectionError, APIError, APIStatusError, BadRequestError
 from rich.console import Console
 from rich.table import Table
 
@@ -249,11 +249,14 @@ def test_a_server_holds_whatever_clients_do(ordeal: Ordeal) -> None:
 
 
 def start_threads(ordeal: Ordeal, draw: random.Random) -> None:
-    """Asks for what starts threads that the server keeps: those of asyncio, and of tokenizers for the texts of single
-    tokens."""
+    """Asks for what starts threads that the server keeps: those of asyncio, of tokenizers for the texts of single
+    tokens, and the one that compiles grammars."""
     come(ordeal.port, ordeal.model, 60, draw)
+    asked: dict[str, Any] = {"model": ordeal.model, "prompt": "w3 w4", "max_tokens": 2}
     with ordeal.server.client() as client:
-        client.completions.create(model=ordeal.model, prompt="w3 w4", max_tokens=2, logprobs=1, echo=True)
+        client.completions.create(**asked, logprobs=1, echo=True)
+        with suppress(BadRequestError):  # its tokens are no text of JSON
+            client.completions.create(**asked, extra_body={"response_format": {"type": "json_object"}})
 
 
 def leave_alone(ordeal: Ordeal) -> None:
