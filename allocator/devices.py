@@ -8,6 +8,7 @@ Note [One registry]
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -74,7 +75,7 @@ class Shared(Protocol):
 
 class Runtime:
     """A device, the settings that it was started with, and the log of decisions about its pages. `number`: in the
-    registry."""
+    registry; `process`: the one that may use it, not a child of a fork."""
 
     def __init__(self, number: int, device: _native.Device, settings: Config) -> None:
         self.number: Final = number
@@ -82,6 +83,7 @@ class Runtime:
         self.settings: Final = settings
         self.events: Final = Events(device)
         self.parts: Final = RuntimeParts()
+        self.process: Final = os.getpid()
         self.why_no_graphs = ""  # may models decode by CUDA graphs? Empty where they may
         # Entered where a lower budget is refused: within it more pages are made ready to leave the device; it yields a
         # function that counts those not ready yet.

@@ -239,6 +239,21 @@ class ModelInUse(ManageError):
     """A forward of the model is running, which reads its weights where they are now."""
 
 
+class ForkedProcess(ManageError):
+    """A child of a fork wants to use the device that its parent uses."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} in the child of a fork, which cannot use the device of its parent: start processes by "
+            "`spawn` (multiprocessing.get_context('spawn'), DataLoader(multiprocessing_context='spawn')), or before "
+            "ballonet.install()"
+        )
+
+
 class WrongDevice(ManageError):
     """The model lies on a device other than the one ballonet was installed for."""
 

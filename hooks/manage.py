@@ -11,7 +11,7 @@ from torch import nn
 
 from ..allocator import devices, install, looks
 from ..allocator.devices import Runtime
-from ..allocator.errors import AlreadyManaged, ManageError, OptionError
+from ..allocator.errors import AlreadyManaged, ForkedProcess, ManageError, OptionError
 from ..allocator.units import format_size
 from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.policy.tuning import Tuning
@@ -110,6 +110,8 @@ def managed(
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     started = on or devices.current()
+    if started is not None and started.process != os.getpid():
+        raise ForkedProcess("manage() was called")
     composed = governors.composed_with(None if started is None else started.device)
     rule = _rule(model, options, composed.tuning)
 

@@ -18,7 +18,7 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError
 
-from . import models
+from . import models, programs
 from .models import logits
 from .pool import in_pool, installing
 from .portrait import Portrait, all_in_pool, none_in_pool, tensors
@@ -125,3 +125,31 @@ def test_lazy_modules_and_meta_devices_that_come_later(device: Device) -> None:
         assert model(torch.ones(1, 4)).shape == (1, 2)
         assert not managed.report().unmanaged_tensors
         assert all(in_pool(tensor) for tensor in tensors(model).values())
+
+
+FORKS = """
+import os
+import torch
+import ballonet
+from tests import models
+
+ballonet.install("24MiB", device="cpu", page_size=65536)
+model, ids = models.build("llama"), torch.tensor([[1, 2, 3]])
+managed = ballonet.manage(model)
+expected = model(ids).logits
+if not os.fork():
+    for act in (lambda: model(ids), lambda: ballonet.manage(models.build("llama"))):
+        try:
+            act()
+        except ballonet.ForkedProcess as error:
+            print(error, flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+assert torch.equal(model(ids).logits, expected)
+"""
+
+
+def test_child_of_a_fork_is_told_to_spawn() -> None:
+    said = programs.run(FORKS).splitlines()
+    assert len(said) == 2
+    assert all("get_context('spawn')" in line for line in said)

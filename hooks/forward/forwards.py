@@ -16,6 +16,7 @@ Note [When help is asked for]
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -29,7 +30,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Range
-from ...allocator.errors import ModelInUse, PoolExhausted
+from ...allocator.errors import ForkedProcess, ModelInUse, PoolExhausted
 from ..weights.ranges import Weights
 from .gate import Gate
 from .hook_base import CALL, CallKeywords, Hook, LocalLayers, opaquely, remove_all
@@ -66,6 +67,7 @@ class Forwards:
         # called before each decoder layer: the one point at which `ballonet.testing` moves pages
         self.at_layer: Callable[[], None] | None = None
         self.count = 0  # decoder layers that are hooked
+        self._process = os.getpid()
         self.weights = weights
         self._lease, self._before, self._after, self.yield_pages, self.exhausted = events
         self.local_layers = local_layers
@@ -144,7 +146,9 @@ class Forwards:
         self.forget_interrupted(None)
 
     def _enter(self, call: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begins an outermost forward. `call`: the id of its frame."""
+        """Begins an outermost forward. `call`: the id of its frame. ForkedProcess."""
+        if self._process != os.getpid():
+            raise ForkedProcess("a managed model was called")
         outermost, layers = self.outermost, self.layers
         outermost.call = call  # before it holds anything
         if layers.bound:  # before the lease: layers may have to be moved for it
