@@ -45,13 +45,11 @@ node.close()
 # Tries what a user of this machine may try at a Ray, and says what became of it; as another user with modules that are
 # imported before, as such a one may not read them
 VISITS = """
-import importlib, json, os, pathlib, sys
+import contextlib, importlib, json, os, pathlib, sys
 address, secret, user, names = json.load(sys.stdin)
 for name in names:
-    try:
+    with contextlib.suppress(Exception):  # some are no modules of their own
         importlib.import_module(name)
-    except Exception:
-        pass
 import ray
 if user:
     os.setgroups([])

@@ -350,7 +350,7 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_what_divides_answers_is_imported_while_a_model_loads(tmp_path: Path) -> None:
+def test_loading_a_model_imports_what_divides_its_answers(tmp_path: Path) -> None:
     source = source_of(saved(tmp_path, 2), own_templates=False)
     imported = answer_template.cache_info().misses
     answer_template(source)
