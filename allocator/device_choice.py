@@ -13,7 +13,6 @@ Note [Page size]
 from __future__ import annotations
 
 import importlib.machinery
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -21,6 +20,7 @@ from typing import Any, Final, Literal
 from . import _native, defaults, findings, ram
 from .config import Config, format_size
 from .errors import ConfigError, DriverUnavailable
+from .notices import warn
 
 GRANULARITY: Final = {"cuda": 2 * 2**20, "standin": 4096}
 LIBCUDA: Final = "libcuda.so.1"
@@ -123,19 +123,15 @@ def opened(config: Config, target: Target, spill: bool) -> _native.Device:
         faults=list(config.faults),
     )
     if device.host_refused and wanted:
-        warnings.warn(
-            f"ballonet runs without host pages: {device.host_refused}. Weights can stream from their files only, and "
+        warn(
+            f"no host pages: {device.host_refused}. Weights can stream from their files only, and "
             "KV and activations cannot lie on the host. In a container it often helps to allow get_mempolicy "
-            "(docker run --cap-add SYS_NICE)",
-            RuntimeWarning,
-            stacklevel=4,
+            "(docker run --cap-add SYS_NICE)"
         )
     if device.peer_refused:
-        warnings.warn(
-            f"ballonet runs without a peer: {device.peer_refused}. KV that leaves the device goes to the host. "
-            "BALLONET_PEER=same has a second pool on the device itself, BALLONET_PEER=none none",
-            RuntimeWarning,
-            stacklevel=4,
+        warn(
+            f"no peer: {device.peer_refused}. KV that leaves the device goes to the host. "
+            "BALLONET_PEER=same has a second pool on the device itself, BALLONET_PEER=none none"
         )
     if given is None:
         device.set_budget(default_budget(device))

@@ -8,7 +8,6 @@ device is the host stand-in, and what torch allocates on the CPU from then on li
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from .errors import (
     InstallError,
 )
 from .interrupts import Guarded
+from .notices import warn
 from .pluggable import CudaAllocator, MemPoolRoute, TorchStatistics, check_cuda_unused, cuda_used, mem_pool_route
 
 
@@ -140,12 +140,10 @@ def spilled() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
-            "the device budget of ballonet is used up: something that was allocated lies on host pages, where it is "
+        warn(
+            "the device budget is used up: something that was allocated lies on host pages, where it is "
             "slower to use, until it is freed. A larger budget (ballonet.set_budget), a smaller batch or a shorter "
-            "context would avoid that; with BALLONET_SPILL=0 it would have been refused.",
-            RuntimeWarning,
-            stacklevel=2,
+            "context would avoid that; with BALLONET_SPILL=0 it would have been refused."
         )
 
 
@@ -210,7 +208,7 @@ def _started(asked: Config, settings: Config) -> _Installed:
         _check_same(asked, _installed)
         return _installed
     versions.require("torch", torch.__version__)
-    versions.warn_of_untested(stacklevel=3)
+    versions.warn_of_untested()
     late = device_choice.choose(settings, _torch_has_cuda()).kind == "cuda" and cuda_used()
     if late:
         torch.cuda.empty_cache()  # memory that torch caches is not free, and a default budget is made of free memory
@@ -221,11 +219,10 @@ def _started(asked: Config, settings: Config) -> _Installed:
         undo.callback(devices.stop, started.number)
         device.on_spill(spilled)
         if device.kind == "standin" and settings.device == "auto" and torch.version.cuda is not None:
-            warnings.warn(
-                "ballonet found no GPU that torch can use, so it serves models on the CPU (the host stand-in): "
+            warn(
+                "torch can use no GPU here, so models are served from the CPU (the host stand-in): "
                 "`ballonet info` says why",
                 UserWarning,
-                stacklevel=4,
             )
         device.bind()
         undo.callback(device.unbind)
@@ -248,12 +245,11 @@ def _put(installed: _Installed) -> None:
         elif installed.route is not None:
             if not installed.route.is_open:
                 installed.route.open()
-                warnings.warn(
+                warn(
                     "torch has used CUDA before ballonet.install(): in the pool is what this thread allocates from now "
                     "on, and what manage() moves there. Other threads, and what exists, stay with torch's own "
                     "allocator; install first in a new process to have all in one pool.",
                     UserWarning,
-                    stacklevel=3,
                 )
         elif installed.companion is not None and not installed.outside and not installed.companion.install_cpu():
             raise InstallError(
@@ -279,11 +275,9 @@ def _listen(of: Runtime) -> None:
         try:
             listen()
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"`ballonet budget` cannot reach this process: {error}. Set XDG_RUNTIME_DIR to a folder of "
-                "yours, or BALLONET_CONTROL=0 to do without",
-                RuntimeWarning,
-                stacklevel=4,
+                "yours, or BALLONET_CONTROL=0 to do without"
             )
 
 
@@ -323,7 +317,7 @@ def _companion(settings: Config, device: _native.Device) -> Companion | None:
             "cuda": "running out of memory is a RuntimeError, not torch.OutOfMemoryError",
             "standin": "what torch allocates on the CPU (activations) stays outside the pool; weights and KV are in it",
         }[device.kind]
-        warnings.warn(f"ballonet runs without its companion: {error}. So {lost}.", RuntimeWarning, stacklevel=4)
+        warn(f"no companion: {error}. So {lost}.")
         return None
 
 
@@ -331,11 +325,7 @@ def _torch_allocator(settings: Config, device: _native.Device) -> TorchAllocator
     try:
         return load_allocator(cache_dir(settings), _native.core_table(), device.ordinal)
     except CompanionUnavailable as error:
-        warnings.warn(
-            f"ballonet is torch's CUDA allocator without part of what torch asks of one: {error}. So {WITHOUT}.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(f"torch's CUDA allocator lacks part of what torch asks of one: {error}. So {WITHOUT}.")
         return None
 
 

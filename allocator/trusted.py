@@ -16,12 +16,12 @@ import functools
 import os
 import stat
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Final
 
 from .config import trust_folders
 from .errors import NotTrusted
+from .notices import warn
 
 
 class TrustedFolder:
@@ -100,7 +100,7 @@ class TrustedFolder:
 @functools.cache
 def tell(text: str) -> None:
     """Warns of something once in a process."""
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    warn(text)
 
 
 def _narrow(folder: TrustedFolder, private: bool) -> None:

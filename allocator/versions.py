@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple
 
 from .errors import UnsupportedVersion
+from .notices import warn
 
 Release = tuple[int, int]
 
@@ -59,15 +59,14 @@ def require(package: str, version: str) -> None:
         raise UnsupportedVersion(f"{package} {version} is not supported: {why}. pip install --upgrade ballonet")
 
 
-def warn_of_untested(stacklevel: int) -> None:
-    """Warns of each package that is newer than tested, once in a process. `stacklevel`: as of `warnings.warn`, from
-    the caller's view."""
+def warn_of_untested() -> None:
+    """Warns of each package that is newer than tested, once in a process."""
     for package in SUPPORTED:
         present = installed(package)
         if present is not None and (why := untested(package, present)) and package not in _told:
             _told.add(package)
             text = f"{package} {present} is {why}: what it changed may silently leave out parts of ballonet"
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+            warn(text)
 
 
 def _text(release: Release) -> str:

@@ -15,7 +15,6 @@ import gc
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..allocator import devices
 from ..allocator._native import Device
 from ..allocator.config import cache_dir
 from ..allocator.errors import ManageError
+from ..allocator.notices import warn
 from ..allocator.units import steps
 from ..offload.policy.tuning import DEFAULT
 from ..offload.record import link, record
@@ -99,7 +99,7 @@ def load_or_measure(
     try:
         record.save(made, path)
     except OSError as error:
-        warnings.warn(f"the performance record cannot be kept in {path}: {error}", RuntimeWarning, stacklevel=2)
+        warn(f"the performance record cannot be kept in {path}: {error}")
     return Profile(made, path, False, left)
 
 
@@ -121,9 +121,7 @@ def kept(model: nn.Module, device: Device) -> Record | None:
     try:
         return record.load(path, key)
     except record.RecordDamaged as why:
-        warnings.warn(
-            f"the performance record of {type(model).__name__} is not used: {why}", RuntimeWarning, stacklevel=4
-        )
+        warn(f"the performance record of {type(model).__name__} is not used: {why}")
     except record.Unusable:
         pass
     return None
@@ -174,7 +172,7 @@ def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | Non
         return None
     except record.Unusable as why:
         text = f"the performance record of {type(model).__name__} is measured anew: {why}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warn(text)
         return None
 
 

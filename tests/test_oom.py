@@ -68,7 +68,7 @@ def test_a_budget_beyond_the_machine_is_refused(device: _native.Device) -> None:
 
 def test_missing_gpu_is_said_where_torch_could_use_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.warns(UserWarning, match="found no GPU that torch can use"):
+    with pytest.warns(UserWarning, match="torch can use no GPU here"):
         install(budget=BUDGET, page_size=PAGE)
     restore()
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from ...allocator.interrupts import Finalizer
+from ...allocator.notices import warn
 from ...allocator.patches import Seam, Undo
 from ..device import governors
 from .batched import Batched
@@ -101,7 +101,7 @@ def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
     if not hasattr(model, "generate_batch"):
         return lambda: None
     if (reason := why_stock()) is not None:
-        warnings.warn(f"continuous batching stays transformers' own: {reason}", RuntimeWarning, stacklevel=2)
+        warn(f"continuous batching stays transformers' own: {reason}")
         return lambda: None
     _attached.add(id(model), batched)
     return Finalizer(model, functools.partial(_detach, id(model)))

@@ -27,7 +27,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +38,7 @@ from ...allocator._native import Device
 from ...allocator.defaults import CONTROL_GRACE, SMALLEST_BUDGET
 from ...allocator.devices import Runtime, change_budget
 from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
+from ...allocator.notices import warn
 from ...allocator.shared_ledger import SharedLedger, SharedParts
 from ...allocator.units import format_size
 from ...offload.policy.shares import Sharer, shares
@@ -250,7 +250,7 @@ class Share:
             self._open = False
             if not self._warned and not self._closed:
                 self._warned = True
-                warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
+                warn(f"this process keeps its part of the shared budget: {error}")
         finally:
             device.answer_shortage(kept or self.part > before)
 
@@ -462,6 +462,14 @@ def reserve(device: Device, pages: int) -> None:
     if share is not None and pages > 0:
         with suppress(BallonetError, OSError):
             share.reserve(pages * device.page_size)
+
+
+def give_back(device: Device) -> None:
+    """Returns what this process does not use of a shared budget, as a model sleeps."""
+    share = _of(device)
+    if share is not None:
+        with suppress(BallonetError, OSError):
+            share.give(device.snapshot()["created"] * device.page_size, 0)
 
 
 def may_grow(device: Device) -> bool:

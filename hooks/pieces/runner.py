@@ -18,7 +18,6 @@ Note [Shortage]
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Device
 from ...allocator.interrupts import Guarded, guarded
+from ...allocator.notices import warn
 from ...offload.governor.governor import Governor
 from ..cache_argument import given_cache
 from ..compat import Cache
@@ -357,7 +357,7 @@ class PieceRunner:
             self.way = WAYS[WAYS.index(self.way) + 1]
             self._drop()
         if unexplained:
-            warnings.warn(f"{self._name} decodes with fewer graphs from now on: {why}", RuntimeWarning, stacklevel=2)
+            warn(f"{self._name} decodes with fewer graphs from now on: {why}")
 
     def _drop(self) -> None:
         """Drops all graphs, which no kernel reads any more."""

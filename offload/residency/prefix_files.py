@@ -39,7 +39,6 @@ import re
 import stat
 import threading
 import time
-import warnings
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +50,7 @@ from typing import Final
 import numpy as np
 
 from ...allocator.errors import NotTrusted, WeightsFileError
+from ...allocator.notices import warn
 from ...allocator.trusted import TrustedFolder, tell
 from ..policy.prefixes import Stored, StoredPart, before, leaving
 from ..policy.tuning import DEFAULT, Prefixes
@@ -358,7 +358,7 @@ class PrefixFiles:
             self._forget(file)
             with self._lock:
                 self._bad.add((file.name, file.inode, file.used))
-            warnings.warn(f"stored prefix {path} cannot be read: {error.strerror}", RuntimeWarning, stacklevel=2)
+            warn(f"stored prefix {path} cannot be read: {error.strerror}")
         return None
 
     def clear(self) -> None:
@@ -451,7 +451,7 @@ class PrefixFiles:
             self._bad.add((name, inode, used))
             done = f"is left alone, as it cannot be removed ({error.strerror})"
         text = f"stored prefix {self.directory / name} is damaged: {why}. It is not used, and {done}."
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warn(text)
 
     # -- writing
 
@@ -525,7 +525,7 @@ class PrefixFiles:
         elif first:
             why = error.strerror or str(error)
             text = f"prefixes are not stored in {self.directory} for now ({why}): what is there is still used"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warn(text)
 
 
 def _name(part: StoredPart) -> str:

@@ -250,7 +250,7 @@ def test_without_peer_access_it_says_so_and_goes_on() -> None:
     opened.close()
     fault = ("cuDeviceCanAccessPeer", calls + 2)  # the one before is of the probe
     with ExitStack() as until:
-        with pytest.warns(RuntimeWarning, match="without a peer"):
+        with pytest.warns(RuntimeWarning, match="ballonet: no peer"):
             device = until.enter_context(started(peer="auto", faults=(fault,), **SETTINGS))
         assert ballonet.stats().peer == ""
         pair = Pair(60)

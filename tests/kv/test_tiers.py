@@ -403,7 +403,7 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
     assert all(taken)
 
 
-@pytest.mark.filterwarnings("ignore:the device budget of ballonet:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:ballonet. the device budget is used up:RuntimeWarning")
 def test_thread_that_gives_nothing_is_waited_for_once(device: Device, tuned: Tuned) -> None:
     tuned(waiting={"room": 0.3, "room_look": 0.01}, waits=Clock(step=0.01))  # seconds pass at looks alone
     pairs: list[Pair] = []
