@@ -59,7 +59,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 def test_measured_costs_are_written_to_the_file(program: Program) -> None:
     cost, fitted = read_costs(Path(program.model) / "costs.json")
     assert fitted is None
-    assert cost.batch([(0, 100)]) > cost.gamma > 0
+    assert cost.batch([(0, 100)]) > 0
     assert program.said().count("what a batch takes is predicted within") == 2
 
 
