@@ -28,6 +28,11 @@ class BudgetError(BallonetError):
         self.smallest = smallest
         self.others = others
 
+    @property
+    def short(self) -> str:
+        """The message in a few words."""
+        return f"budget {format_size(self.budget)}, needs {format_size(self.smallest)}"
+
     def __str__(self) -> str:
         beside = f", {format_size(self.others)} of it used by others" if self.others else ""
         return (

@@ -6,12 +6,13 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from ..allocator import devices
 from ..allocator._native import Device
+from ..offload.governor.client import PageClient
 from ..offload.governor.decision import Lendable
 from ..offload.policy.step_costs import RequestSLO, StepCosts
 from .device import governors
@@ -115,12 +116,23 @@ def attach_pieces(
     return runner, undo
 
 
+class Attached(NamedTuple):
+    """What `attach_caches` has attached: `lease` makes the lease of a forward of the model, `wanted` returns the time
+    until which batched requests need it, `calls` the number of its calls of `generate()` that run, on any thread,
+    `caches` the clients of the pages of batches, with their numbers; `undo` undoes all."""
+
+    lease: Callable[[], ForwardLease] = ForwardLease
+    wanted: Callable[[], float | None] = nothing
+    calls: Callable[[], int] = int
+    caches: Callable[[], list[tuple[int, PageClient]]] = list
+    undo: Callable[[], object] = nothing
+
+
 def attach_caches(
     model: nn.Module, device: Device, options: ManageOptions, residency: Callable[[], ModelResidency | None]
-) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
-    """Makes the caches that the model builds elastic. Returns (makes the lease of its forward, returns the time until
-    which requests need the model, undoes all). `device`: of the caches. `residency`: returns the model's, None once it
-    is collected. Where prefixes are kept, caches may grow for a long time, so layers share no pages."""
+) -> Attached:
+    """Makes the caches that the model builds elastic. `device`: of the caches. `residency`: returns the model's, None
+    once it is collected. Where prefixes are kept, caches may grow for a long time, so layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched, LoopCaches
     from .compat import position_table
@@ -149,8 +161,15 @@ def attach_caches(
     batched = Batched(label(model), device, costs, fast, require, lends, loop_caches, slo, positions)
     detach_batches = seams.attach(model, batched)
 
+    calls, detach_calls = generation.count_calls(model)
+
     def detach() -> None:
+        detach_calls()
         detach_caches()
         detach_batches()
 
-    return partial(generation.ModelLease, weakref.ref(model)), lambda: batched.wanted, detach
+    def caches() -> list[tuple[int, PageClient]]:
+        return [(client.number, client) for client in list(batched.clients)]
+
+    lease = partial(generation.ModelLease, weakref.ref(model))
+    return Attached(lease, lambda: batched.wanted, calls, caches, detach)

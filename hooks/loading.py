@@ -30,6 +30,7 @@ from .manage import managed
 from .options import ManageOptions, given
 from .weights.files import file_spans
 from .weights.model_parts import members
+from .weights.moving import bring
 
 # Options of transformers that place or divide a model, as ballonet does itself
 _PLACING: Final = (
@@ -96,9 +97,7 @@ def from_pretrained(
     files = file_spans(tensors)
     with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in tensors)) as arrived:
         managed(model, chosen, files=files, progress=arrived)
-    for member in tensors:  # tensors without a place in a range, such as empty ones, move to the model's device
-        if member.tensor.device != device:
-            member.tensor.data = member.tensor.data.to(device)
+    bring(tensors, device)
     return loaded
 
 

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
+import torch
 from torch import nn
 
-from ..allocator import devices, install, looks
+from ..allocator import control, devices, install, looks
+from ..allocator._native import Device
 from ..allocator.devices import Runtime
-from ..allocator.errors import AlreadyManaged, ForkedProcess, ManageError, OptionError
+from ..allocator.errors import (
+    AlreadyManaged,
+    BallonetError,
+    BudgetError,
+    ForkedProcess,
+    ManageError,
+    OptionError,
+    PoolExhausted,
+    WrongDevice,
+)
 from ..allocator.units import format_size
-from ..offload.policy.plan import Fewest, Interval, Rule
+from ..offload.policy.plan import Fewest, Interval, Rule, streaming
 from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
 from .device import governors, shared, streams
+from .device.streams import torch_device
 from .forward.gate import Gate
-from .managed import Managed, lock, managed_as, models
+from .managed import Managed, lock, managed_as, models, outcomes_on, vacate
 from .options import ManageOptions, check_known, given
-from .weights.model_parts import decoder_layers
-from .weights.ranges import Files
+from .pipeline import ManagedPipeline, modules_of
+from .streaming.model_residency import ModelResidency
+from .weights import follow
+from .weights.model_parts import decoder_layers, members
+from .weights.moving import bring
+from .weights.ranges import FROM_CPU, NOTHING, Files, Vacated
 
 if TYPE_CHECKING:
     from .profile import Grid
@@ -30,8 +48,14 @@ if TYPE_CHECKING:
 NO_KEYWORDS: Final[Mapping[str, object]] = {}
 
 
+@overload
+def manage(model: nn.Module, **options: Any) -> Managed: ...
+@overload
+def manage(model: object, **options: Any) -> ManagedPipeline: ...
+
+
 def manage(
-    model: nn.Module,
+    model: Any,
     *,
     interval: int | Literal["auto"] | None = "auto",
     tpot_slo: float | str | None = None,
@@ -44,13 +68,16 @@ def manage(
     shared_budget: int | str | bool | None = None,
     batches: str = "fast",
     pieces: Literal["auto"] | None = "auto",
+    device: str | torch.device | None = None,
     **unknown: object,
-) -> Managed:
+) -> Managed | ManagedPipeline:
     """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by
     `release()`.
 
-    Any module is accepted. Each decoder layer of a transformers model gets a range of its own; other modules are
-    resident as a whole. Use a model whose layers stream under `torch.no_grad()`, as `generate()` does, or it is slow.
+    Any module is accepted. Each decoder layer of a transformers model, and each block of another one that has lists of
+    blocks (`nn.ModuleList`, `nn.Sequential`, nested too), gets a range of its own and can stream; the rest is resident.
+    Of a pipeline (diffusers', transformers') each module is managed, and a ManagedPipeline returned. Use a model whose
+    layers stream under `torch.no_grad()`, as `generate()` does, or it is slow.
 
     Options; sizes are bytes or a text such as "8GiB", times are seconds or a text such as "80ms":
 
@@ -70,6 +97,8 @@ def manage(
         that they have set.
     `batches`: of `generate_batch()` and the server. "fast": as many requests in a step as give the most tokens per
         second, once measured. "full": as many as fit.
+    `device`: that of the pool, for a model that lies on the CPU: it is moved there tensor by tensor, so that it may be
+        larger than the budget, and goes back to the CPU with `release()`.
     `pieces`: "auto": decodes by pieces of CUDA graphs, to the same bits as eager code. None: by eager code.
 
     The environment sets options that have their defaults here: BALLONET_ and the name in capitals (BALLONET_TPOT_SLO).
@@ -89,7 +118,12 @@ def manage(
     """
     keywords = given(locals())  # the table of options says which names of these count
     check_known(unknown, "manage")
-    return managed(model, ManageOptions.of(keywords), repeated=keywords)
+    if device is not None:
+        _check_device(torch.device(device))
+    options, files = ManageOptions.of(keywords), None if device is None else FROM_CPU
+    if not isinstance(model, nn.Module) and (modules := modules_of(model)):
+        return ManagedPipeline(modules, lambda module: managed(module, options, repeated=keywords, files=files))
+    return managed(model, options, repeated=keywords, files=files)
 
 
 def managed(
@@ -102,13 +136,15 @@ def managed(
     on: Runtime | None = None,
     grid: Grid | None = None,
     record: Record | None = None,
+    replaced: Sequence[Managed] = (),
 ) -> Managed:
     """Manages a model with parsed options. `repeated`: options that must not differ where the model is managed already.
     `files`: for a model on the CPU that was just loaded and is to move to the device: tensors that lie in files byte
     for byte, which are read from there. `progress` is called with bytes as they arrive. `on`: the runtime, by default
-    the installed one. `grid`: points to measure in any case. `record`: of its iterations, if known."""
+    the installed one. `grid`: points to measure in any case. `record`: of its iterations, if known.
+    `replaced`: of models that have parts in common with this one, whose management ends with this if it fits."""
     if not isinstance(model, nn.Module):
-        raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
+        raise ManageError(f"manage() takes a torch.nn.Module or a pipeline of such, not {type(model).__name__}")
     started = on or devices.current()
     if started is not None and started.process != os.getpid():
         raise ForkedProcess("manage() was called")
@@ -120,7 +156,7 @@ def managed(
         earlier = managed_as(model)
         if earlier is not None and all(getattr(earlier._options, name) == value for name, value in repeated.items()):
             return earlier
-        _check_not_managed(model)
+        _check_not_managed(model, replaced)
         return None
 
     with lock:
@@ -138,6 +174,8 @@ def managed(
             found_on = on or devices.of()
             device = found_on.device
             looks.publish(found_on, "models", _published)
+            control.offer(found_on, "sleep", partial(_put_to_sleep, found_on))
+            control.offer(found_on, "wake", partial(_wake_up, found_on))
             if options.shared_budget is not None:
                 shared.join(found_on, options.shared_budget, options.floor, options.priority, composed.tuning.sharing)
             if options.floor > shared.reach(device):
@@ -147,7 +185,24 @@ def managed(
                 )
             mark("manage()", device)
             streams.wait_for_work(device)
-            made = Managed(model, gate, device, rule, options, files, progress)
+            if replaced:  # none of them is touched for a model that does not fit
+                held = [Vacated(part._weights.pages, part._weights.backings.host_pages) for part in replaced]
+                follow.check_budget(
+                    model, device, rule, composed.tuning.weights, Vacated(*map(sum, zip(*held, strict=True)))
+                )
+            left = [vacate(part) for part in replaced]
+            vacated = Vacated(*map(sum, zip(*left, strict=True))) if left else NOTHING
+            make = partial(Managed, model, gate, device, rule, options, files, progress, vacated)
+            try:
+                made = make()
+            except BudgetError:
+                if not lean_others(device):
+                    raise
+                try:
+                    made = make()
+                except BudgetError as error:  # what else is in their last pages is not the same in each run
+                    smallest = error.smallest + device.page_size
+                    raise BudgetError(error.required, error.budget, smallest, error.others) from None
             models[model] = made
             if (seed := found_on.settings.chaos) is not None:  # of tests alone, so its module comes only then
                 import_module("ballonet.testing").move_pages(made, seed)
@@ -155,12 +210,24 @@ def managed(
             streams.wait_for_work(device)  # other threads run it on other streams
             made._govern(grid, record)
         except BaseException:
-            if files is None:
+            if files is None or files is FROM_CPU:
                 made.release()
             else:  # it may be larger than torch's memory, and was not handed out yet
                 made._let_go()
             raise
+    if files is FROM_CPU:
+        bring(members(model, ()), torch_device(device))
+    outcomes_on(found_on).note_managed(model)
     return made
+
+
+def _check_device(device: torch.device) -> None:
+    """Installs ballonet if it is not. WrongDevice where the pool is on another device."""
+    if devices.current() is None:
+        install.install()
+    there = torch_device(devices.of().device)
+    if device.type != there.type or device.index not in (None, there.index):
+        raise WrongDevice(f"ballonet was installed for {there}, not for {device}: install(device=...) chooses another")
 
 
 def _rule(model: nn.Module, options: ManageOptions, tuning: Tuning) -> Rule:
@@ -180,28 +247,103 @@ def _rule(model: nn.Module, options: ManageOptions, tuning: Tuning) -> Rule:
     return Interval(options.interval)
 
 
-def _check_not_managed(model: nn.Module) -> None:
+def sleep(level: int = 1, *, timeout: float | None = None) -> None:
+    """Puts all managed models to sleep, as `Managed.sleep`; raises the first error once all were tried."""
+    _with_each(lambda managed: managed.sleep(level, timeout=timeout))
+
+
+def wake() -> None:
+    """Wakes all managed models, as `Managed.wake`; raises the first error once all were tried."""
+    _with_each(Managed.wake)
+
+
+def _with_each(act: Callable[[Managed], object]) -> None:
+    errors: list[Exception] = []
+    for managed in list(models.values()):
+        try:
+            act(managed)
+        except (BallonetError, torch.OutOfMemoryError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def lean_others(device: Device) -> bool:
+    """Has the models on the device that no thread runs give up what they hold for speed alone: slots beyond one.
+    Returns whether there are any models."""
+    others = [made for made in list(models.values()) if made._weights.device is device]
+    for made in others:
+        if not made.asleep:
+            with suppress(ManageError, PoolExhausted):
+                made._between_forwards(partial(_lean, made._residency), 0)
+    return bool(others)
+
+
+def _lean(residency: ModelResidency) -> None:
+    """Leaves the model one shared slot, if it has no floor."""
+    plan = residency.plan
+    if len(plan.slot_pages) > 1 and not residency.options.floor:
+        with residency.changing() as arrangement:
+            arrangement.arrange(streaming(plan.pages, plan.streamed, 1))
+
+
+def overlapping(model: nn.Module) -> list[tuple[nn.Module, Managed]]:
+    """The managed models that have a module in common with this one."""
     parts = {id(module) for module in model.modules()}
-    for other in list(models):
+    return [(other, made) for other, made in models.items() if any(id(module) in parts for module in other.modules())]
+
+
+def has_inside(model: nn.Module, part: nn.Module) -> bool:
+    """Is `part` the model, or has the model all of its modules inside?"""
+    return {id(module) for module in part.modules()} <= {id(module) for module in model.modules()}
+
+
+def _check_not_managed(model: nn.Module, replaced: Sequence[Managed]) -> None:
+    for other, made in overlapping(model):
         if other is model:
             raise AlreadyManaged(
                 f"this {type(model).__name__} is managed already: release() what manage() returned first"
             )
-        if any(id(module) in parts for module in other.modules()):
+        if made not in replaced:
             raise AlreadyManaged(
                 f"{type(model).__name__} has a part in common with a {type(other).__name__} that is managed already: "
                 "manage the one that contains both, or release() the other first"
             )
 
 
+def _managed_on(on: Runtime) -> list[tuple[nn.Module, Managed]]:
+    """The managed models of the device, in the order of managing."""
+    known = [model for reference in models.keyrefs() if (model := reference()) is not None]  # others manage meanwhile
+    handles = [(model, handle) for model in known if (handle := models.get(model)) is not None]
+    return [(model, handle) for model, handle in handles if handle._weights.device is on.device]
+
+
 def _published(on: Runtime) -> list[dict[str, Any]]:
-    """Returns, for `top` and metrics, the facts of each managed model of the device, in the order of managing."""
+    """Returns, for `top` and metrics, the facts of each managed model of the device."""
     from .watch.facts import model_facts, with_names
 
-    facts = list[dict[str, Any]]()
-    for known in models.keyrefs():  # a list of its own: other threads manage and release meanwhile
-        model = known()
-        handle = None if model is None else models.get(model)
-        if model is not None and handle is not None and handle._weights.device is on.device:
-            facts.append(model_facts(model, handle._residency, handle._weights, handle._prefixes))
-    return with_names(facts)
+    return with_names(
+        model_facts(model, handle._residency, handle._weights, handle._prefixes) | {"asleep": handle.asleep}
+        for model, handle in _managed_on(on)
+    )
+
+
+def _named(on: Runtime, name: str | None) -> list[Managed]:
+    """The models of that name, as `top` shows it; all where None is given. ManageError where there is none."""
+    names = [facts["name"] for facts in _published(on)]
+    named = [handle for known, (_, handle) in zip(names, _managed_on(on), strict=True) if name is None or known == name]
+    if not named:
+        raise ManageError(f"no model {name or ''} is managed there: {', '.join(names) or 'none at all'}")
+    return named
+
+
+def _put_to_sleep(on: Runtime, model: str | None, level: int, timeout: float) -> None:
+    """Does what `ballonet sleep` asks of this process."""
+    for handle in _named(on, model):
+        handle.sleep(level, timeout=timeout)
+
+
+def _wake_up(on: Runtime, model: str | None) -> None:
+    """Does what `ballonet wake` asks of this process."""
+    for handle in _named(on, model):
+        handle.wake()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -16,27 +18,32 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import torch
 from torch import nn
 
+from ..allocator import devices
 from ..allocator._native import Device
+from ..allocator.devices import Runtime
 from ..allocator.errors import BallonetError, ManageError, ModelInUse, PoolExhausted
 from ..allocator.interrupts import Finalizer
 from ..allocator.units import format_size
 from ..offload.policy.plan import Rule
 from ..offload.record.record import Point, Record
 from . import attaching
-from .device import governors
+from .device import governors, shared
 from .device.governors import give_up_graphs
 from .device.streams import marks_of
 from .forward.forwards import ForwardEvents, Forwards, explain
 from .forward.gate import Gate
 from .forward.hook_base import local_layers_of
-from .forward.lease import ForwardLease, Turns
+from .forward.lease import Turns
 from .measure.pace import Pace, point_of
+from .measure.process_report import Outcomes, ProcessReport
 from .measure.report import PiecesReport, Report
 from .options import ManageOptions
 from .streaming.model_residency import ModelResidency
+from .streaming.sleep import Sleep, check_level
 from .weights.follow import WeightsFollower
-from .weights.model_parts import decoder_layers, runners
-from .weights.ranges import Files, Weights
+from .weights.model_parts import decoder_layers, members, runners
+from .weights.moving import bring
+from .weights.ranges import NOTHING, Files, Vacated, Weights
 
 if TYPE_CHECKING:
     from .pieces.runner import PieceRunner
@@ -105,6 +112,7 @@ class Managed:
         options: ManageOptions,
         files: Files | None,
         progress: Callable[[int], object],
+        vacated: Vacated = NOTHING,
     ) -> None:
         """Called by `managed()`, which checks the arguments and has closed the gate."""
         self._name = type(model).__name__
@@ -120,12 +128,16 @@ class Managed:
         def residency() -> ModelResidency | None:
             return None if (it := known()) is None else it._residency
 
+        def touched() -> None:
+            """Forgets prefixes, whose weights may not be what they were."""
+            if (it := known()) is not None and it._prefixes is not None:
+                it._prefixes.clear()
+
         with ExitStack() as undo:
-            open_lease, wanted, self._detach = (
-                attaching.attach_caches(model, device, options, residency)
-                if generators
-                else (ForwardLease, attaching.nothing, attaching.nothing)
+            attached = (
+                attaching.attach_caches(model, device, options, residency) if generators else attaching.Attached()
             )
+            self._calls, self._detach = attached.calls, attached.undo
             undo.callback(self._detach)
             governor = governors.of(device)
             tuning, now = governor.tuning, governor.nanoseconds
@@ -137,8 +149,17 @@ class Managed:
             self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
             self._residency = ModelResidency(model, self._weights, self._turns, self._pace, governor, options)
-            self._residency.wanted_until = wanted
-            plan = self._follower.adopt(model, rule, files, progress)
+            self._residency.wanted_until = attached.wanted
+            self._sleep = Sleep(
+                model,
+                self._weights,
+                self._residency,
+                governor,
+                attached.caches,
+                governors.composed_with(device).interpreter,
+                touched,
+            )
+            plan = self._follower.adopt(model, rule, files, progress, vacated)
             undo.callback(self._weights.restore, model)
             self._point = _Working()
             self._behind = False  # was a look at the model interrupted?
@@ -146,7 +167,7 @@ class Managed:
             self._forwards = Forwards(
                 self._weights,
                 ForwardEvents(
-                    open_lease,
+                    attached.lease,
                     self._before,
                     self._residency.after,
                     partial(governors.yield_pages, device, governor),
@@ -226,6 +247,48 @@ class Managed:
         """The same `with` block as `resident`, for writing to weights: a layer's own forward may write to them, too."""
         return self._turns.section()
 
+    def sleep(self, level: int = 1, *, timeout: float | None = None) -> None:
+        """Moves everything of the model off the device, until it is used again or `wake()`: weights, caches, kept
+        prefixes, slots, graphs. Its pages go back to the driver, or to the shared budget.
+
+        `level`: 1: all goes to the host. 2: what the weights' file has byte for byte is read from there again and takes
+        no memory, the rest goes to the host. Nothing is lost in either, and weights may be written to in any way
+        meanwhile. `timeout`: seconds to wait for forwards, `generate()` and batched requests that run, by default
+        those of `Waiting.gate`. A new use wakes the model by itself, layer by layer.
+
+        Raises ModelInUse where something still runs then, ManageError where the host has too little room or a graph of
+        the program's has captured weights, DriverError; the model is awake then, as before.
+        """
+        check_level(level)
+        if self._sleep.level == level:
+            return
+        governor = governors.of(self._weights.device)
+        patience = governor.tuning.waiting.gate if timeout is None else timeout
+        end = governor.waits() + patience
+        while self._calls() or self._residency.wanted_until() == math.inf:
+            if governor.waits() > end:
+                raise ModelInUse(
+                    f"{self._name} serves requests, and sleeps when it has none: end them, or give a longer timeout"
+                )
+            sleep(governor.tuning.waiting.gate_look)
+        self._between_forwards(partial(_fall_asleep, self, level), max(0.0, end - governor.waits()))
+        shared.give_back(self._weights.device)
+
+    def wake(self) -> None:
+        """Brings the model back to the device; its layers follow at its next forward, each while those before it
+        compute. Idempotent. Raises ModelInUse where a forward runs, torch.OutOfMemoryError, WeightsFileChanged,
+        DriverError; it sleeps on then."""
+        if self._sleep.level:
+            try:
+                self._between_forwards(attaching.nothing)
+            except PoolExhausted as error:
+                raise torch.OutOfMemoryError(f"no room to wake {self._name}: {error}") from error
+
+    @property
+    def asleep(self) -> int:
+        """The level at which it sleeps, 0 while it is awake."""
+        return 0 if self._released else self._sleep.level
+
     def release(self) -> None:
         """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Idempotent.
 
@@ -247,6 +310,7 @@ class Managed:
 
     def _release(self, model: nn.Module) -> None:
         """Releases the model, while no forward runs or begins."""
+        self._sleep.show()
         self._behind = True  # if this fails, the next forward makes layers stream again
         if self._pieces is not None:
             self._pieces.invalidate()
@@ -254,11 +318,14 @@ class Managed:
         self._residency.close()
         try:
             self._weights.restore(model)
+            if self._weights.home.type == "cpu":  # a model from the CPU goes back there as a whole
+                bring(members(model, ()), self._weights.home)
         except BaseException:
             with suppress(BallonetError, PoolExhausted):  # the next forward does it then
                 self._follow(model, 1)
             self._residency.resume()
             raise
+        self._sleep.close()
         self._forget_prefixes()
         self._forget_pieces()
         self._follower.close()
@@ -269,18 +336,18 @@ class Managed:
 
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """Measures iterations, if they matter, and lets the governor change the residency from now on. SLOError."""
-        record = record or (self._record if grid is None else None)
-        if self._residency.options.slo or any(self._residency.plan.pages):
-            known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
-            self._residency.start(known, grid is not None or record is not None)
-
-    def _measured(self, grid: Grid | None) -> Record:
-        """Returns the record of its iterations, with all layers resident."""
         from .profile import load_or_measure
 
+        record = record or (self._record if grid is None else None)
         model = self._model()
         assert model is not None  # manage() holds it
-        return load_or_measure(model, self._pace, self._weights.device, grid).record
+
+        def known() -> Record:
+            """The record of its iterations, measured with all layers resident where there is none."""
+            return record or load_or_measure(model, self._pace, self._weights.device, grid).record
+
+        if self._residency.options.slo or any(self._residency.plan.pages):
+            self._residency.start(known, grid is not None or record is not None)
 
     @property
     def _released(self) -> bool:
@@ -297,20 +364,24 @@ class Managed:
         """Makes tensors that outlive the collected model readable, unless their file has changed; its ranges go with
         its tensors."""
         with suppress(BallonetError, PoolExhausted):
+            self._sleep.show()
             for layer in self._weights.on_host():
                 self._weights.ring.reveal(layer)
+        self._sleep.close()
 
-    def _between_forwards(self, act: Callable[[], T]) -> T:
+    def _between_forwards(self, act: Callable[[], T], patience: float | None = None) -> T:
         model = self._model()
         if self._released or model is None:
-            raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
+            raise ManageError(f"this {self._name} is {_end_of(self)}, and managed no more")
         gate = Gate(model)
         with gate.closed():
-            self._wait_until_none_runs(gate)
+            self._wait_until_none_runs(gate, patience)
             with lock:
                 if self._released:
-                    raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
-                if self._pending:
+                    raise ManageError(f"this {self._name} is {_end_of(self)}, and managed no more")
+                if self._sleep.level:
+                    self._sleep.end()
+                if self._behind or self._follower.pending:
                     self._behind = True
                     self._residency.change(partial(self._catch_up, model))
                 self._behind = True  # if it fails, the next forward looks at the model again
@@ -318,11 +389,11 @@ class Managed:
                 self._behind = False
                 return done
 
-    def _wait_until_none_runs(self, gate: Gate) -> None:
+    def _wait_until_none_runs(self, gate: Gate, patience: float | None) -> None:
         """Waits until no forward runs; without the lock, for which a forward may wait."""
         governor = governors.of(self._weights.device)
         waiting, clock = governor.tuning.waiting, governor.waits
-        end = clock() + waiting.gate
+        end = clock() + (waiting.gate if patience is None else patience)
         while True:
             try:
                 self._forwards.check_none_runs(gate)
@@ -338,11 +409,17 @@ class Managed:
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called at the beginning of an outermost forward, under its lease."""
+        if self._sleep.level and not self._pace.capturing():
+            with lock:
+                if self._residency.alone:
+                    self._sleep.end()
+                else:
+                    self._sleep.show()
         if self._behind or self._follower.pending:
             with lock:
                 model = None if self._released else self._model()
                 # A later forward sees that a look is pending and waits for the lock.
-                if model is not None and self._residency.alone and self._pending:
+                if model is not None and self._residency.alone and (self._behind or self._follower.pending):
                     self._behind = True
                     self._residency.change(partial(self._catch_up, model))
                     self._behind = False
@@ -382,11 +459,6 @@ class Managed:
         self._forwards.hook_layers(layers)
         self._residency.follow(layers, slots)
 
-    @property
-    def _pending(self) -> bool:
-        """May the model have changed?"""
-        return self._behind or self._follower.pending
-
     def __enter__(self) -> Self:
         return self
 
@@ -397,7 +469,7 @@ class Managed:
 
     def __repr__(self) -> str:
         if self._released:
-            return f"<Managed {self._name}: {self._end()}>"
+            return f"<Managed {self._name}: {_end_of(self)}>"
         report = self.report()
         weights = f"{report.pages} pages ({format_size(report.pages * report.page_size)}) of weights"
         streamed = f", {len(report.streamed)} of them streamed" if report.streamed else ""
@@ -408,14 +480,56 @@ class Managed:
         """Renders the state for a notebook."""
         return self.report()._repr_html_()
 
-    def _end(self) -> str:
-        return "collected" if self._model() is None else "released"
+
+def _end_of(managed: Managed) -> str:
+    """How its management has ended."""
+    return "collected" if managed.model is None else "released"
+
+
+def _fall_asleep(managed: Managed, level: int) -> None:
+    """Puts the model to sleep, while no forward of it runs or begins."""
+    if managed._prefixes is not None:
+        managed._prefixes.flush(managed._patience)
+    if managed._pieces is not None:
+        managed._pieces.invalidate()
+    managed._sleep.begin(level)
+
+
+def vacate(managed: Managed) -> Vacated:
+    """Ends the management with the weights where they lie, for a model that has parts in common with this one and moves
+    them next. ModelInUse where a forward runs, or a graph of the program's has captured weights."""
+    model = managed.model
+    if managed._released or model is None:
+        return NOTHING
+    gate = Gate(model)
+    with gate.closed():
+        managed._forwards.check_none_runs(gate)
+        if managed._residency.arrangement.in_graphs:
+            raise ModelInUse(f"CUDA graphs have captured weights of {managed._name}, which keep their addresses")
+        managed._sleep.show()
+        vacated = managed._weights.vacating
+        managed._let_go()
+        return vacated
 
 
 def _changes(config: Any, sizes: Mapping[str, int]) -> Sequence[str]:
     from .plan.planner import helpful_changes  # a later folder: imported when the error is read
 
     return helpful_changes(config, **sizes)
+
+
+def outcomes_on(runtime: Runtime) -> Outcomes:
+    """How the models of the runtime fared."""
+    return runtime.parts.of(Outcomes, Outcomes)
+
+
+def report() -> ProcessReport:
+    """Returns what became of the models of this process: which are managed and how, which are not and why."""
+    with lock:
+        reports = tuple(managed.report() for managed in models.values())
+    known = [outcomes_on(runtime) for runtime in devices.every()]
+    managed = sum((on.managed for on in known), Counter[str]())
+    return ProcessReport(reports, managed, {name: why for on in known for name, why in on.left.items()})
 
 
 def all_managed() -> list[tuple[nn.Module, Weights]]:

@@ -128,7 +128,8 @@ def test_a_model_that_cannot_be_managed_runs_as_it_is_with_one_warning(watching:
     with install.stock():
         model = llama(intermediate_size=4096)
     ballonet.set_budget("2MiB")
-    with pytest.warns(RuntimeWarning, match="leaves LlamaForCausalLM as it is") as warned:
+    short = r"^ballonet: NOT managed: LlamaForCausalLM: budget 2MiB, needs [\d.]+MiB\. "
+    with pytest.warns(RuntimeWarning, match=short) as warned:
         model.generate(TOKENS, max_new_tokens=2)
     assert len(warned) == 1
     assert watching.managed == []
@@ -150,7 +151,7 @@ def test_a_model_that_was_left_is_managed_once_there_is_room(
 
     monkeypatch.setattr(first_use, "managed", counted)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    with pytest.warns(RuntimeWarning, match="leaves LlamaForCausalLM as it is.*tried again") as warned:
+    with pytest.warns(RuntimeWarning, match="NOT managed: LlamaForCausalLM.*tried again") as warned:
         expected = [model.generate(TOKENS, **settings) for _ in range(3)]
     assert (len(warned), len(managing), watching.managed) == (1, 1, [])
     del taken
@@ -165,7 +166,7 @@ def test_a_model_that_was_elsewhere_is_managed_once_it_has_come(watching: FirstU
     model = llama()
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     model.to("meta")
-    with pytest.warns(RuntimeWarning, match="as it is.*meta device"):
+    with pytest.warns(RuntimeWarning, match="NOT managed.*meta device"):
         model(TOKENS.to("meta"))
     for _ in range(2):
         model.to_empty(device="cpu").load_state_dict(plain)
@@ -183,7 +184,7 @@ def test_weights_that_could_not_be_moved_do_not_end_the_program(
 
     monkeypatch.setattr(first_use, "managed", refuse)
     model = llama()
-    with pytest.warns(RuntimeWarning, match="as it is.*no room"):
+    with pytest.warns(RuntimeWarning, match="NOT managed.*no room"):
         model.generate(TOKENS, max_new_tokens=2)
     assert watching.managed == []
 

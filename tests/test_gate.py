@@ -308,7 +308,7 @@ def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeyp
     paused, go_on = threading.Event(), threading.Event()
     kinds = list[type]()
 
-    def manage(model: Any, options: ManageOptions) -> Any:
+    def manage(model: Any, options: ManageOptions, **_: object) -> Any:
         paused.set()
         assert go_on.wait(LONG)
         logits(model)  # as measuring does

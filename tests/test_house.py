@@ -318,7 +318,7 @@ PROCESS = {
     "hooks/device/graphs.py": "GRAPHS",  # torch's class of graphs is one for all devices
     "hooks/device/shared.py": "_joining",  # joining opens the socket of the process
     "hooks/forward/hook_base.py": "_known",  # by model: what splices and streams it know only the model
-    "hooks/forward/lease.py": "on_this_thread _numbers",  # of one thread: its open leases; no two have the same number
+    "hooks/forward/lease.py": "on_this_thread _numbers caches",  # open leases of a thread; numbers; caches that were seen
     "hooks/kv/generation.py": "_attached _followed _thread",  # transformers' names are replaced once
     "hooks/managed.py": "models lock",  # the registry of managed models, where what users call looks
     # `forward` of a class is wrapped once; a loop is known by its cache; torch's switch of cuDNN's is the process's
@@ -335,6 +335,7 @@ PROCESS = {
     "hooks/splice/splice.py": "_known",  # what was proven of a class of models, which no model changes
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules
+    "hooks/weights/ranges.py": "FROM_CPU",  # an empty mapping, known by its identity
     "offload/governor/decision.py": "_kept _meeting",  # by numbers; the last some hundred are kept
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept

@@ -293,7 +293,7 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     with ballonet.manage(model) as managed:
         assert managed.model is model
         members = {name for name in dir(managed) if not name.startswith("_")}
-        assert members == {"report", "release", "resident", "editable", "prefixes", "model"}
+        assert members == {"report", "release", "resident", "editable", "prefixes", "model", "sleep", "wake", "asleep"}
         assert not managed.report().released
         assert "3 decoder layers" in repr(managed)
         assert str(managed.report().pages) in repr(managed)

@@ -24,6 +24,7 @@ from ..measure.timings import Latencies
 from ..prefix.identity import Identity
 from ..prefix.store import PrefixStore
 from .attention import Way
+from .pages import SectorClient
 
 Require = Callable[[float | None, float | None, bool], None]
 # (pages) -> (pages that the layers would give, pages copied in a step now, pages copied in a step with so many less)
@@ -49,7 +50,8 @@ class Batched:
     requests allow for a decode step and for one with prompts, and whether other requests wait for its end. `lends`:
     pages that its own layers could give, and their price. `loop_caches`: the cache that outlives the loops; None: each
     loop has its own. `slo`: of requests without one of their own. `positions`: the longest sequence that it supports;
-    None: any. `schedules`: of its live loops; `latencies`: of their requests."""
+    None: any. `schedules`: of its live loops; `clients`: of the pages of their caches; `latencies`: of their
+    requests."""
 
     name: str
     device: Device
@@ -61,6 +63,7 @@ class Batched:
     slo: RequestSLO = NOTHING
     positions: int | None = None
     schedules: list[weakref.ref[Schedule]] = field(default_factory=list)
+    clients: weakref.WeakSet[SectorClient] = field(default_factory=weakref.WeakSet)
     latencies: Latencies = field(default_factory=Latencies)
 
     def scheduled_by(self, schedule: Schedule) -> None:

@@ -217,6 +217,12 @@ class SectorClient(PageClient):
             self.governor.events.decided(Rung.RUNNING_KV.label, "pull", led, what=self.name)
         return led
 
+    def retreat(self) -> int:
+        """Moves the pages of all sectors, those of padding too."""
+        if not self.running:
+            self.evict(range(self._range.pieces))
+        return self.device_pages
+
     def restore(self, pieces: Sequence[int]) -> int:
         """Gives these pages of the device again, as far as there are free ones, and brings their bytes; returns how
         many. DriverError."""

@@ -34,7 +34,7 @@ from ...allocator.errors import ForkedProcess, ModelInUse, PoolExhausted
 from ..weights.ranges import Weights
 from .gate import Gate
 from .hook_base import CALL, CallKeywords, Hook, LocalLayers, opaquely, remove_all
-from .lease import ForwardLease, Turn, Turns
+from .lease import ForwardLease, Turn, Turns, caches
 
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
 Ask = Callable[[], Sequence[str]]
@@ -163,6 +163,11 @@ class Forwards:
         if self._unhooked:  # since this call began
             self._drop()
             return
+        cache = kwargs["cache"] if "cache" in kwargs else None  # noqa: SIM401 (without a call, for each token)
+        if cache is None and "past_key_values" in kwargs:
+            cache = kwargs["past_key_values"]
+        if cache is not None and id(cache) not in caches:
+            lease.begin(cache)
         self._before(args, kwargs)
         if layers.bound:
             outermost.turn = outermost.turn or Turn()  # layers have begun to stream in this forward

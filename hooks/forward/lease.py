@@ -30,7 +30,7 @@ from contextlib import suppress
 from itertools import count
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ...allocator._native import Group, Lease
 from ...allocator.interrupts import Guarded, guarded
@@ -49,6 +49,7 @@ def _no_model() -> None:
 
 
 on_this_thread = _Opened()
+caches: Final = set[int]()  # ids of live caches that were given to a forward of a model that builds caches
 _numbers = count(1)
 
 
@@ -75,6 +76,10 @@ class ForwardLease:
         if group is not None:
             self._entered.enter(group)
         return self
+
+    def begin(self, cache: Any) -> None:
+        """Called before the forward, under this lease, with a cache that the program gives it and that is not among
+        `caches`."""
 
     def enter_group(self, group: Group) -> None:
         """Leases the group until `close()`. Idempotent."""

@@ -4,14 +4,14 @@ programs that make a model's cache themselves.
 Note [One decision]
     For each type of layer ("full_attention") transformers has a class in a table, from which a `DynamicCache` is made.
     Whether a layer becomes elastic depends on that class alone, which must be exactly one of those in `ELASTIC`:
-    subclasses store more than keys and values. `generation` decides so when a managed model builds a cache, `KVCache`
-    for its own layers, and `plan` for a model that need not exist.
+    subclasses store more than keys and values. `generation` decides so when a managed model builds a cache or is given
+    one, `KVCache` for its own layers, and `plan` for a model that need not exist.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,6 +21,7 @@ from ...allocator import devices
 from ..compat import (
     DynamicCache,
     DynamicLayer,
+    EncoderDecoderCache,
     GenerationMixin,
     HybridLayer,
     LinearAttentionLayer,
@@ -150,13 +151,25 @@ def elastic_numbers(config: Any) -> list[int]:
     return [number for number, (_, stock) in enumerate(layer_classes(config)) if stock in ELASTIC]
 
 
-def elastic_counterpart(layer: Any, ranges: CacheRanges, number: int) -> Any:
-    """Returns an elastic layer over `ranges` in the place of the unused `layer`; `layer` itself where its class has no
-    counterpart. `number`: of the layer in its model."""
-    counterpart = type(layer) if isinstance(layer, ElasticLayer) else ELASTIC.get(type(layer))
-    if counterpart is None:
-        return layer
-    return counterpart(ranges, number=number, number_of_states=getattr(layer, "number_of_states", 1))
+def make_elastic(layers: Iterable[Any], ranges: CacheRanges) -> None:
+    """Makes the stock layers of a cache elastic, over `ranges`, those whose class has an elastic counterpart."""
+    for number, layer in enumerate(layers):
+        if (counterpart := ELASTIC.get(type(layer))) is not None:
+            counterpart.take(layer, ranges, number)
+
+
+def make_given_elastic(cache: Any, config: Any, ranges: Callable[[int], CacheRanges]) -> None:
+    """Makes the layers of a cache that the program has made elastic, if it is a `DynamicCache` or an encoder-decoder's
+    pair of those, without offloading; each may hold tokens. `config`: of the model that is about to use it. `ranges`
+    makes those of a cache with so many elastic layers."""
+    if isinstance(cache, EncoderDecoderCache):
+        make_given_elastic(cache.self_attention_cache, config, ranges)
+        make_given_elastic(cache.cross_attention_cache, config, ranges)
+    elif type(cache) is DynamicCache and not cache.offloading:
+        if not cache.layers and cache.layer_class_to_replicate is DynamicLayer:  # it was made without a configuration
+            cache.layers.extend(DynamicLayer() for _ in range(layer_count(config)))
+        if count := sum(type(layer) in ELASTIC for layer in cache.layers):
+            make_elastic(cache.layers, ranges(count))
 
 
 def _cross_plans(cache: DynamicCache, count: int) -> Iterator[LayerPlan]:
@@ -194,21 +207,11 @@ class KVCache(DynamicCache):
         devices.require()
         super().__init__(config=config)
         self._ranges = CacheRanges.of(config, elastic_layers(config) if config else 1, max_length)
-        self.layers = [elastic_counterpart(layer, self._ranges, number) for number, layer in enumerate(self.layers)]
+        make_elastic(self.layers, self._ranges)
         if config is None:
             self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, self._ranges))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the layers of a copy or of an unpickled cache elastic: see layer.py, Note [Pickled as stock]."""
         self.__dict__.update(state)
-        self.layers = [self._elastic(layer, number) for number, layer in enumerate(self.layers)]
-
-    def _elastic(self, layer: Any, number: int) -> Any:
-        """Returns the elastic layer in the place of `layer`, which may hold tokens. `number`: its place in the
-        cache."""
-        if isinstance(layer, ElasticLayer):
-            return layer
-        counterpart = elastic_counterpart(layer, self._ranges, number)
-        if counterpart is not layer:
-            counterpart.adopt(layer)
-        return counterpart
+        make_elastic(self.layers, self._ranges)

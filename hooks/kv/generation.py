@@ -1,4 +1,5 @@
-"""How a managed model gets elastic KV layers with no argument: in `generate()`, and when a forward makes a cache.
+"""How a managed model gets elastic KV layers with no argument: in `generate()`, when a forward makes a cache, and when
+it is given one that the program has made.
 
 Note [Who builds the cache]
     `generate()` and forwards call `DynamicCache(config=...)`, which looks up the class of each layer in a table of
@@ -7,8 +8,10 @@ Note [Who builds the cache]
     cache on this thread, and call the replaced entry otherwise. A model is building between the entry and exit of its
     forward (`ModelLease`), and within `_prepare_cache_for_generation`. That method is wrapped on the class that has it,
     as a rule GenerationMixin, so that the model itself holds nothing that a copy or a pickle of it would take along.
-    The cache's own type stays `DynamicCache`. When the last model is detached everything is undone; where other code
-    has wrapped ballonet's function meanwhile, that stays below and passes calls on.
+    The cache's own type stays `DynamicCache`. One that the program has made (transformers' recipe for a shared prompt,
+    a loop written by hand) has its layers made elastic, in place, when a forward of the model begins. When the last
+    model is detached everything is undone; where other code has wrapped ballonet's function meanwhile, that stays below
+    and passes calls on.
 
 Note [Around generate]
     Kept prefixes and pieces have to know of each call of `generate()`. While there is any of them it is wrapped, on the
@@ -21,6 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -35,8 +39,8 @@ from ...allocator.patches import Seam, Undo
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, GenerationMixin, layer_types
 from ..device.references import label
-from ..forward.lease import ForwardLease, opened
-from .cache import ELASTIC, elastic_numbers, reason_to_leave
+from ..forward.lease import ForwardLease, caches, opened
+from .cache import ELASTIC, elastic_numbers, make_given_elastic, reason_to_leave
 from .layer import ElasticLayer
 from .ranges import CacheRanges
 
@@ -61,10 +65,18 @@ class Building:
         """Makes the next layer, in the place of one of the class `stock`, over the ranges of its cache."""
         if self._ranges is None or not self._left:
             self._left = elastic_numbers(self._config) or [0]
-            self._ranges = CacheRanges.of(self._config, len(self._left), self._expected, self._alone, self._device)
-            self._ranges.whose = self._name
-            self._expected = 0  # a second cache is as long as the encoder's output
+            self._ranges = self._ranges_of(len(self._left))
         return ELASTIC[stock](self._ranges, number=self._left.pop(0), **kwargs)
+
+    def take(self, cache: Any) -> None:
+        """Makes a cache elastic that the program has made, as `cache.make_given_elastic` says."""
+        make_given_elastic(cache, self._config, self._ranges_of)
+
+    def _ranges_of(self, layers: int) -> CacheRanges:
+        ranges = CacheRanges.of(self._config, layers, self._expected, self._alone, self._device)
+        ranges.whose = self._name
+        self._expected = 0  # a second cache is as long as the encoder's output
+        return ranges
 
 
 class GenerateCall(Protocol):
@@ -80,6 +92,24 @@ class GenerateCall(Protocol):
 
     def broken_off(self) -> None:
         """Called where it raises."""
+
+
+class _Counted:
+    """A call that is counted until it has ended."""
+
+    def __init__(self, calls: weakref.WeakSet[_Counted], model: Any) -> None:
+        self.model = model
+        self._calls = calls
+        calls.add(self)  # one that Ctrl-C broke off goes with its frame
+
+    def prepared(self, given: dict[str, Any]) -> None:
+        """Does nothing: implements `GenerateCall`."""
+
+    def ended(self, result: Any) -> None:
+        self._calls.discard(self)
+
+    def broken_off(self) -> None:
+        self._calls.discard(self)
 
 
 # Makes what is told of a call of `generate(*args, **kwargs)` of `model`, from `(model, args, kwargs)`; None for one
@@ -144,6 +174,12 @@ class ModelLease(ForwardLease):
         known = _attached.get(id(self.model()))
         return None if known is None else Building(*known)
 
+    def begin(self, cache: Any) -> None:
+        if (building := self.building) is not None:
+            building.take(cache)
+            caches.add(id(cache))
+            Finalizer(cache, partial(caches.discard, id(cache)))
+
 
 def _building() -> Building | None:
     """Returns the `Building` of the innermost forward on this thread."""
@@ -156,6 +192,15 @@ def follow(model: nn.Module, make: Follow) -> Callable[[], object]:
     key = id(make)
     _followed.add(key, (id(model), make))
     return Finalizer(model, partial(_followed.remove, key))
+
+
+def count_calls(model: nn.Module) -> tuple[Callable[[], int], Callable[[], object]]:
+    """Returns (what counts the calls of `generate()` that run, of the model or one inside it, on any thread; what ends
+    the counting)."""
+    calls = weakref.WeakSet[_Counted]()
+    models = [part for part in model.modules() if isinstance(part, GenerationMixin)]
+    detaching = [follow(part, lambda of, args, kwargs: _Counted(calls, of)) for part in models]
+    return lambda: len(calls), lambda: [detach() for detach in detaching]
 
 
 def running() -> tuple[GenerateCall, ...]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Final, Self, cast
 
 import torch
@@ -89,11 +89,24 @@ class ElasticLayer(DynamicLayer):
         """Do the tokens lie in a range now?"""
         return self._range is not None and self._keys is None and self._values is None
 
-    def adopt(self, layer: DynamicLayer) -> None:
-        """Takes over the tokens of a stock `layer`; the next update moves them into a range."""
-        state = vars(layer).copy()
-        self._keys, self._values = state.pop("keys"), state.pop("values")
-        vars(self).update(state)
+    @classmethod
+    def take(cls, layer: DynamicLayer, ranges: CacheRanges, number: int) -> None:
+        """Makes a stock `layer`, of the class `stock`, one of this class, in place: whoever refers to it sees the same
+        tokens, which move into a range if they can. `ranges`, `number`: as for a new one."""
+        held = vars(layer)
+        made = vars(cls(ranges, number=number, number_of_states=getattr(layer, "number_of_states", 1)))
+        held.update({name: value for name, value in made.items() if name not in held})
+        held.update(_keys=held["keys"], _values=held["values"])
+        layer.__class__ = cls  # an interrupt before this line leaves a stock layer, one behind it an elastic one
+        del held["keys"], held["values"]
+        elastic = cast(Self, layer)
+        keys, values = elastic._tokens()
+        if keys is None or keys.dim() != 4 or values.dim() != 4 or not keys.shape[2] or not eager(keys, values):
+            return
+        shape = KVShape.of(keys, values)
+        with suppress(torch.OutOfMemoryError):  # the next update says so, if there is one
+            if shape.fits(keys, values):
+                elastic._fill(shape, keys.shape[2], (keys, values))
 
     def get_seq_length(self) -> int:
         """Tokens held."""

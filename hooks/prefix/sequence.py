@@ -28,7 +28,6 @@ import torch
 from ...allocator.errors import BallonetError
 from ...offload.governor.kv_tier import KVTier
 from ..forward.lease import ForwardLease, GroupLease
-from ..kv.cache import elastic_counterpart
 from ..kv.layer import ElasticLayer
 from ..kv.ranges import CacheRanges, KVRange
 
@@ -338,7 +337,8 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
             if not isinstance(layer, ElasticLayer) or not layer.is_initialized:
                 made.append(None)
                 continue
-            made.append(elastic_counterpart(layer, ranges, layer.number))
+            states = getattr(layer, "number_of_states", 1)
+            made.append(type(layer)(ranges, number=layer.number, number_of_states=states))
             if layer.kv_range is not None:
                 lease.enter_group(layer.kv_range.group)
             keys, values = cast(Pair, (layer.keys, layer.values))

@@ -11,6 +11,12 @@ Note [First uses that arrive together]
     managed model. The thread that manages it passes: `manage()` may run the model to measure it. Forwards that have
     begun in another way are not seen (hooks/forward/gate.py).
 
+Note [A part before the whole]
+    A program may use a part first: the encoder of a T5, the vision tower of a VLM, a reward model on the trunk of the
+    policy. It is managed then, and when the model that has it inside is used, that one takes it over, weights and all:
+    they move from where they lie. Of two models with a part in common, neither of which has the other inside, the one
+    that generates text is managed, else the first one; a warning says what of the other is not.
+
 Note [Left as it is]
     A model that cannot be managed, for want of pages as a rule, is left as torch made it, with one warning, and the
     program goes on. It is tried again at a later use, when it lies on another device, the budget has changed, or more
@@ -25,7 +31,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -38,14 +43,16 @@ from torch import nn
 from ...allocator import devices
 from ...allocator.config import Config
 from ...allocator.devices import set_budget
-from ...allocator.errors import AlreadyManaged, BallonetError, InstallError, PoolExhausted
+from ...allocator.errors import BallonetError, BudgetError, InstallError, PoolExhausted
 from ...allocator.install import install, restore
 from ...allocator.interrupts import guarded
+from ...allocator.notices import warn
 from ...allocator.patches import Patches
 from ...allocator.units import format_size
 from ...offload.policy.tuning import DEFAULT
-from ..manage import managed
-from ..managed import Managed, managed_as
+from ..attaching import generators
+from ..manage import has_inside, managed, overlapping
+from ..managed import Managed, outcomes_on
 from ..options import ManageOptions
 
 if TYPE_CHECKING:
@@ -57,9 +64,10 @@ _ENTRIES: Final = {  # module of transformers → class and method through which
     "transformers.generation.continuous_batching.continuous_api": ("ContinuousMixin", "init_continuous_batching"),
 }
 _LEAVES: Final = (
-    "ballonet leaves {0} as it is, which runs as it would without ballonet; it is tried again when the budget or the "
-    "free memory has grown: {1}"
+    "NOT managed: {0}: {1}. It runs as it would without ballonet, and is tried again when the budget or the free "
+    "memory has grown"
 )
+_IN_PART: Final = "{0} is managed in part: {1} of it is managed with {2}, NOT managed is {3}"
 _watching: FirstUse | None = None
 _installed = False  # was it installed by loading, and not by the notebook itself?
 
@@ -146,20 +154,47 @@ class FirstUse:
         return left is not None and left.may_fit(model)
 
     def _manage(self, model: Any) -> None:
-        if managed_as(model) is not None:
-            return  # the program's own doing
+        others = overlapping(model)
+        if any(has_inside(other, model) for other, _ in others):
+            return  # managed already, as it is or with the one around it
+        left = self._left.pop(model, None)
+        for other, _ in others:
+            if not self._gives_way(other, model):
+                self._note_part(model, other)
+                return
         try:
-            handle = managed(model, self._options)
-        except AlreadyManaged:
-            self._left.pop(model, None)
+            handle = managed(model, self._options, replaced=[made for _, made in others])
         except (BallonetError, PoolExhausted, torch.OutOfMemoryError) as error:
-            left = self._left.pop(model, None)
             self._left[model] = _Left(model, self._pause if left is None else 2 * left.pause, self._clock)
+            short = error.short if isinstance(error, BudgetError) else str(error)
+            outcomes_on(devices.of()).note_left(type(model).__name__, short)
             if left is None:
-                warnings.warn(_LEAVES.format(type(model).__name__, error), RuntimeWarning, stacklevel=4)
+                warn(_LEAVES.format(type(model).__name__, short))
+            for other, _ in others:
+                self._manage(other)  # unless it still is
         else:
-            self._left.pop(model, None)
+            for other, _ in others:
+                self._managed.pop(other, None)
+                if not has_inside(model, other):
+                    self._note_part(other, model)
             self._managed[model] = weakref.ref(handle)
+
+    def _gives_way(self, other: nn.Module, model: nn.Module) -> bool:
+        """May the management of `other` end, so that `model` is managed? See Note [A part before the whole]."""
+        wins = has_inside(model, other) or (bool(generators(model)) and not generators(other))
+        return wins and other in self._managed
+
+    def _note_part(self, model: nn.Module, other: nn.Module) -> None:
+        """Says which part of a model is not managed, as `other` is and keeps what both have."""
+        common = {id(tensor) for tensor in (*other.parameters(), *other.buffers())}
+        own = {name: tensor for name, tensor in model.named_parameters() if id(tensor) not in common}
+        if own:
+            lies = sum(tensor.nbytes for tensor in model.parameters() if id(tensor) in common)
+            rest = sum(tensor.nbytes for tensor in own.values())
+            names = ", ".join(dict.fromkeys(name.partition(".")[0] for name in own))
+            whose = type(model).__name__, format_size(lies), type(other).__name__, f"{names} ({format_size(rest)})"
+            warn(text := _IN_PART.format(*whose))
+            outcomes_on(devices.of()).note_left(type(model).__name__, text)
 
 
 class _Left:

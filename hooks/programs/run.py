@@ -77,9 +77,11 @@ def run(program: str, args: Sequence[str], options: ManageOptions, *, module: bo
 
 
 def _tell(any_model: bool, process: int) -> None:
-    """Reports, after a program that ended by itself, if there was no model."""
-    if not any_model and os.getpid() == process:
-        print(NOTHING_MANAGED, file=sys.stderr)
+    """Reports, after a program that ended by itself, what was managed and what was not."""
+    from ..managed import report  # imports torch
+
+    if os.getpid() == process:
+        print(f"ballonet: {report().conclusion}" if any_model else NOTHING_MANAGED, file=sys.stderr)
 
 
 def _run(program: str, module: bool, code: bool) -> None:

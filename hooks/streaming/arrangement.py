@@ -82,6 +82,16 @@ class Arrangement:
         finally:
             self._bind()
 
+    def leave(self, layers: Sequence[int]) -> None:
+        """Moves these layers to the host, and gives up all slots: each layer there is read in place until `arrange`.
+        Raises as `Ring.arrange`."""
+        weights, there = self._weights, {*self._weights.on_host(), *layers}
+        self._passes.close()
+        try:
+            weights.ring.arrange((), [StreamedLayer(layer, 0, weights.parts(layer)) for layer in sorted(there)])
+        finally:
+            self._bind(whole=True)
+
     @property
     def read_in_place(self) -> int:
         """Pages of layers that are on the host and have no slot: each forward reads them there."""
@@ -123,11 +133,12 @@ class Arrangement:
     def plainly(self, act: Callable[[], None]) -> None:
         """Calls `act` while the modules of streamed layers hold plain dictionaries, so that access to them is not
         noticed. `act` must not read the weights."""
+        whole = bool(self._passes.bound) and not self._weights.ring.ranges
         self._passes.close()
         try:
             act()
         finally:
-            self._bind()
+            self._bind(whole)
 
     def keep_resident(self, layers: frozenset[int]) -> None:
         """Sets the layers that stay resident, as graphs have captured them."""
@@ -156,13 +167,14 @@ class Arrangement:
     def make_resident(self, layers: Iterable[int], tell: Callable[[int], None]) -> None:
         """Makes layers resident that have come back; calls `tell(host pages)` for each. Raises as
         `Ring.make_resident`."""
+        unchanged = {layer: self._passes.unchanged(layer) for layer in layers}
         self._passes.close()
         try:
-            for layer in layers:
+            for layer in unchanged:
                 streamed = self._weights.ring.layer(layer)
                 parts = () if streamed is None else streamed.parts
                 copied = sum(part.count for part in parts if part.backing.file is None)
-                self._weights.ring.make_resident(layer)
+                self._weights.ring.make_resident(layer, unchanged[layer])
                 tell(copied)
         finally:
             self._bind()
@@ -178,8 +190,9 @@ class Arrangement:
         streamed = [layer for layer in self._weights.away() if layer not in self.dropped]
         self.arrange(streaming(self.pages, streamed, slots))
 
-    def _bind(self) -> None:
-        """Makes the calls of layers that are on the host read slots."""
+    def _bind(self, whole: bool = False) -> None:
+        """Makes the calls of layers that are on the host read slots. `whole`: there are no slots, and access is noticed
+        to all tensors of a layer's modules, also those that lie with the weights outside of layers."""
         self._passes.close()  # the modules are looked at below, which must not be noticed
         ring = self._weights.ring
         layers = [on_host for layer in (*ring.streamed, *ring.own.layers) if (on_host := ring.layer(layer)) is not None]
@@ -192,7 +205,9 @@ class Arrangement:
         for streamed_layer in layers:
             if streamed_layer.layer < len(modules):
                 module = modules[streamed_layer.layer]
-                lying = moving.tenants_of(self._weights.ranges.get(streamed_layer.layer, ()), members(module, ()))
+                keys = (streamed_layer.layer, None) if whole else (streamed_layer.layer,)
+                ranges_of = [opened for key in keys for opened in self._weights.ranges.get(key, ())]
+                lying = moving.tenants_of(ranges_of, members(module, ()))
                 tensors = frozenset(id(member.tensor) for member, _ in lying)
                 bound[streamed_layer.layer] = Layer(module, tensors, streamed_layer.parts)
         self._passes.bind(bound, self._weights.device.page_size)

@@ -69,7 +69,7 @@ class Bound:
     """One streamed layer: the dictionaries of its modules, and the views that its own call reads."""
 
     def __init__(
-        self, layer: nn.Module, tensors: Iterable[int], asked: Callable[[], None], interpreter: Interpreter = THIS
+        self, layer: nn.Module, tensors: Iterable[int], asked: Callable[[], object], interpreter: Interpreter = THIS
     ) -> None:
         """`tensors`: ids of those in its ranges; `asked` is called before code outside the layer's call gets one."""
         self.asked = asked
@@ -90,6 +90,8 @@ class Bound:
         for module in layer.modules():
             for kind in _KINDS:
                 plain = module.__dict__[kind]
+                if isinstance(plain, Shown):  # of a layer, which has all of it
+                    continue
                 names = tuple(name for name, tensor in plain.items() if tensor is not None and _within(tensor, wanted))
                 if names:
                     self._modules.append((weakref.ref(module), kind, names))

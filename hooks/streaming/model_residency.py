@@ -13,15 +13,16 @@ Note [Nothing is prepared]
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
+from ...allocator.notices import warn
 from ...offload.governor.decision import StreamDecision
 from ...offload.governor.governor import Governor
 from ...offload.governor.kv_read_plan import Streamed
@@ -87,6 +88,9 @@ class ModelResidency:
         self._tuning = governor.tuning.weights
         self._arranged: StreamDecision | None = None  # the decision that is in force; any change makes a new one
         self._patience = 0
+        # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
+        # their pages go to the layers' own addresses? One with gradients reads those, so it does not wait.
+        self.settling = False
         self._unmeasured = 0  # iterations to which the link matters while it is not measured
         self._governed = self._was_governed = False
 
@@ -172,6 +176,7 @@ class ModelResidency:
 
     def after(self) -> None:
         """Notes the end of a forward."""
+        self._weights.freed_at_end = self._weights.group.unpinned
         self.captured.thread.open = False
         self._pace.end()
         if self._governed:
@@ -188,7 +193,7 @@ class ModelResidency:
             if self.options.slo:
                 raise
             record = None
-            warnings.warn(f"what {self.name} can give while it is idle is assumed: {why}", RuntimeWarning, stacklevel=2)
+            warn(f"what {self.name} can give while it is idle is assumed: {why}")
         if record is not None:
             self.timings.record = record
             governor.link.bandwidth = record.bandwidth
@@ -215,7 +220,8 @@ class ModelResidency:
     def changing(self) -> Iterator[Arrangement]:
         """Yields the arrangement, to be changed while no forward runs or begins; no other thread takes or arranges a
         layer meanwhile."""
-        with self.captured.lock, self._governor.changing(self) if self._governed else nullcontext():
+        governed = self._governor.changing(self) if self._governed else nullcontext()
+        with self.captured.lock, self.streaming.revealing, governed:
             yield self.arrangement
 
     def report(self) -> Report:
@@ -243,7 +249,7 @@ class ModelResidency:
 
     def caches(self) -> tuple[Streamed, ...]:
         """How each KV cache of the model reads its pages that are on the host."""
-        return self._governor.caches_of(self)
+        return tuple(cache.streamed for _, cache in self._governor.caches_of(self))
 
     def stop(self, *, collected: bool = False) -> None:
         """Stops changes by the governor; layers that stream go on streaming. `collected`: called by a finalizer."""
@@ -255,7 +261,7 @@ class ModelResidency:
 
     def resume(self) -> None:
         """Undoes `stop`: the governor changes the residency again, if it did before."""
-        if self._was_governed:
+        if self._was_governed and not self._governed:
             self._governor.add(self)
             self._governed = True
 
@@ -268,7 +274,10 @@ class ModelResidency:
         """Carries out a decision, if that can be done now."""
         self.decision, self._arranged, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:
-            warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
+            warn(decision.notice)
+        settling, self.settling = self.settling and not torch.is_grad_enabled(), False
+        if settling:
+            return
         if self._patience:
             self._patience -= 1
         elif (decision.plan != plan or self._weights.ring.own.layers) and self.alone and not self._turns.sections:
@@ -302,8 +311,8 @@ class ModelResidency:
 
     def _change(self, plan: Plan) -> None:
         if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
-            with self._governor.changing(self):
-                self.arrangement.arrange(plan)
+            with self.changing() as arrangement:
+                arrangement.arrange(plan)
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Makes layers resident that have come back, and logs that."""

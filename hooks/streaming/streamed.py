@@ -87,10 +87,13 @@ class Streaming:
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
         self._parts: dict[int, tuple[LayerPart, ...]] = {}
         self._hidden: set[int] = set()  # layers without bytes at their addresses
-        self._revealing = threading.RLock()
+        self.revealing = threading.RLock()  # held while layers get bytes there, or are arranged anew
         self._turn: Turn | None = None  # the turn of the pass that reads slots
         self.inside: int | None = None  # the layer that runs
         self._page = 0
+        # called when code other than a layer's call gets a weight of it; returns whether it reads no bytes
+        self.on_asked: Callable[[], object] = int
+        self.before_reveal: Callable[[], object] = int  # called before bytes are read from a file
         ring.loading = self._loading
         self._versions: dict[int, int] = {}  # versions of layers when their copies began
         self._unseen: set[int] = set()  # layers whose weights no other code has got since
@@ -101,10 +104,9 @@ class Streaming:
         self.close()
         self._page = page
         flats: dict[int, torch.Tensor] = {}
+        # at once: another thread may be waiting for a layer to have its bytes
+        self._hidden = {n for n, layer in layers.items() if any(part.backing.file is not None for part in layer.parts)}
         for number, layer in layers.items():
-            hidden = any(part.backing.file is not None for part in layer.parts)
-            if hidden:
-                self._hidden.add(number)
             self.bound[number] = Bound(layer.module, layer.tensors, partial(self._asked, number), self._interpreter)
             self._parts[number] = layer.parts
             self._show(number, flats)
@@ -116,7 +118,6 @@ class Streaming:
             bound.release()
         self.bound.clear()
         self._parts.clear()
-        self._hidden.clear()
         self._unseen.clear()
 
     def check_capture(self) -> None:
@@ -130,16 +131,15 @@ class Streaming:
         torch.OutOfMemoryError, WeightsFileChanged, DriverError."""
         wanted = not (torch.is_grad_enabled() or self._turns.sections)
         if not (wanted and self._turns.take(turn)):
-            for layer in filter(self._local_layers.runs, sorted(self._hidden)):
-                self.reveal(layer)
+            self._reveal_all()
 
     def begin(self, turn: Turn) -> None:
-        """Begins the pass of a forward that is about to run layers. WeightsFileChanged, DriverError."""
-        if torch.is_grad_enabled() or self._turns.sections:
-            return
-        if not turn.asked:
+        """Begins the pass of a forward that is about to run layers. Raises as `prepare`."""
+        wanted = not (torch.is_grad_enabled() or self._turns.sections)
+        if wanted and not turn.asked:
             self._turns.take(turn)  # layers have begun to stream in this forward
-        if not self._turns.has(turn):
+        if not (wanted and self._turns.has(turn)):
+            self._reveal_all()  # those that were hidden since `prepare`
             return
         if self.inside is not None:  # an earlier call was interrupted
             self._end()
@@ -149,7 +149,7 @@ class Streaming:
             self._ring.share(self._local_layers.runs)
         if self._hidden:
             self._ring.check()  # nothing is copied from a file that has changed between two passes
-        self._ring.begin(self._stream(), self._unchanged)
+        self._ring.begin(self._stream(), self.unchanged)
 
     def end(self, turn: Turn) -> None:
         """Ends the pass of a forward that has run some or all layers. WeightsFileChanged where the bytes that they read
@@ -196,14 +196,19 @@ class Streaming:
         if frame is not None and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
+    def _reveal_all(self) -> None:
+        for layer in filter(self._local_layers.runs, sorted(self._hidden)):
+            self.reveal(layer)
+
     def reveal(self, layer: int) -> None:
         """Fills the layer's addresses from its file, so that any code may read it: see Note [Layers without bytes at
         their addresses]. torch.OutOfMemoryError where the host has no pages for it."""
         end = self._clock() + self._waiting.reveal
         while layer in self._hidden:
-            with self._revealing:
+            with self.revealing:
                 try:
                     if layer in self._hidden:
+                        self.before_reveal()
                         self._ring.reveal(layer)
                         self._hidden.discard(layer)
                 except ManageError:
@@ -224,11 +229,14 @@ class Streaming:
         if not unheld or (self._outlived and self._kept()):
             self._unseen.discard(layer)
 
-    def _unchanged(self, layer: int) -> bool:
+    def unchanged(self, layer: int) -> bool:
+        """Is the layer what it was when it was last copied to its slot, as far as can be told?"""
         return layer in self._unseen and self.bound[layer].examine() == (self._versions.get(layer), True)
 
     def _asked(self, layer: int) -> None:
         """Notes that code other than the layer's call gets a weight of it, as it lies on the host."""
+        if self.on_asked():
+            return
         self._unseen.discard(layer)
         if layer in self._hidden:
             self.reveal(layer)

@@ -18,8 +18,10 @@ Note [Noticing a change]
 Note [Left for good]
     A tensor that could have been moved at one look and was not stays outside until it is replaced: a CUDA graph may
     have been captured with its address meanwhile. For the same reason nothing is moved during a capture, and tensors
-    that are outside of the ranges then stay there. A tensor that is replaced again and again, as by a module that
-    assigns a buffer in its forward, stays outside after a number of moves.
+    that are outside of the ranges then stay there. A tensor that forwards replace again and again, as of a module that
+    assigns a buffer in its own, stays outside after a number of moves. What a program replaces between forwards, as RL
+    does with the weights of each step, is moved each time. Which of the two it was says when tensors over the ranges
+    were freed: their number is noted at the end of each (`Weights.freed_at_end`).
 """
 
 from __future__ import annotations
@@ -33,16 +35,18 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ...allocator._native import Device
 from ...allocator.errors import BallonetError, ManageError
 from ...allocator.patches import Seam, Undo
-from ...offload.policy.plan import Plan, Rule, Same
+from ...offload.policy.plan import Fewest, Plan, Rule, Same
+from ...offload.policy.tuning import WeightPlans
 from ..device.streams import torch_device
 from . import ranges
-from .model_parts import TensorMember, TensorSpan, decoder_layers, layer_lists, members, spans, survey
+from .model_parts import Blocks, TensorMember, TensorSpan, decoder_layers, layer_lists, members, spans, survey
 from .moving import tenants_of
-from .ranges import Files, Weights
+from .ranges import FROM_CPU, NOTHING, Files, Vacated, Weights
 
-_REPLACED = "it has been replaced more than {} times"
+_REPLACED = "forwards have replaced it more than {} times"
 _SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
 _CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
 _capturing = torch.cuda.is_current_stream_capturing
@@ -80,6 +84,15 @@ def _offloads(hook: Any) -> bool:
     return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"
 
 
+def check_budget(model: nn.Module, device: Device, rule: Rule, plans: WeightPlans, vacated: Vacated) -> None:
+    """Raises BudgetError where the model would not fit, once what is `vacated` is free. Idle models give pages."""
+    layers = decoder_layers(model)
+    surveyed = survey(members(model, layers), torch_device(device))
+    layout = ranges.layout_of(surveyed.spans, _still(layers), device.page_size, plans)
+    working = ranges.working_pages(model, layers, device.page_size, plans)
+    ranges.plan_under_budget(device, layout, surveyed.spans, working, len(layers), rule, vacated)
+
+
 Facts = frozenset[tuple[Any, ...]]
 
 
@@ -105,8 +118,10 @@ class WeightsFollower:
         self._weights = weights
         self._cuda = weights.device.kind == "cuda"
         self.parts: set[int] = set()  # ids of all modules
-        self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
-        self._unpinned = 0
+        self._lists: list[tuple[weakref.ref[Blocks], int]] = []
+        self._unpinned = 0  # tensors over the ranges that were freed until the last look
+        self._by_forward = False  # was what is new now replaced in a forward?
+        self._rule: Rule | None = None
         self._facts: Facts = frozenset()
         self.registered = False
         self._settled: dict[int, str] = {}  # address of a tensor left for good -> why
@@ -118,11 +133,12 @@ class WeightsFollower:
         rule: Rule,
         files: Files | None = None,
         progress: Callable[[int], object] = int,
+        vacated: Vacated = NOTHING,
     ) -> Plan:
         """Moves every parameter and buffer of `model` into ranges, all or none, and follows it until `close()`.
 
         `rule`: which of its decoder layers stream. `files`: tensors that lie in files, for a model that was just loaded
-        and may be on the CPU. `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
+        and may be on the CPU. `progress`, `vacated`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
         BudgetError, torch.OutOfMemoryError, WeightsFileChanged, DriverError.
         """
         refuse_what_moves_weights(model)
@@ -131,10 +147,13 @@ class WeightsFollower:
         shared = self._of_others(all_members)
         device = torch_device(self._weights.device)
         surveyed = survey(_without(shared, all_members), device, from_host=files is not None)
+        if files is FROM_CPU:
+            self._weights.home = torch.device("cpu")
         if surveyed.refused is not None:
             raise surveyed.refused
         working = ranges.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
-        plan = self._weights.adopt(surveyed.spans, working, len(layers), rule, _still(layers), files, progress)
+        plan = self._weights.adopt(surveyed.spans, working, len(layers), rule, _still(layers), files, progress, vacated)
+        self._rule = rule
         self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
         self._facts = _facts_of(model)
@@ -171,7 +190,9 @@ class WeightsFollower:
 
     def _remember(self, model: nn.Module) -> None:
         """Notes the model's present state. Called before a look, so that a change during it is noticed."""
-        self._unpinned = self._weights.group.unpinned
+        now = self._weights.group.unpinned
+        self._by_forward = self._unpinned != self._weights.freed_at_end == now
+        self._unpinned = self._weights.freed_at_end = now
         self.registered = False
         self.parts = {id(module) for module in model.modules()}
         self._lists = [(weakref.ref(modules), len(modules)) for modules in layer_lists(model)]
@@ -191,19 +212,17 @@ class WeightsFollower:
         stay = [(span, reason) for span, reason in zip(surveyed.spans, reasons, strict=True) if reason is not None]
         try:
             if chosen:
+                away = frozenset((*self._weights.ring.streamed, *self._weights.on_host()))
                 self._weights.adopt(
-                    chosen,
-                    0,
-                    len(layers),
-                    Same(frozenset((*self._weights.ring.streamed, *self._weights.on_host()))),
-                    _still(layers),
+                    chosen, 0, len(layers), Same(away, further=isinstance(self._rule, Fewest)), _still(layers)
                 )
         except (BallonetError, torch.OutOfMemoryError) as error:
             # The move was undone, which freed the ranges and may have given the tensors other memory.
             self._unpinned = self._weights.group.unpinned
             stay += [(next(spans(span.tensors, {})), str(error)) for span in chosen]
         else:
-            self._moved.update(names[id(tensor)] for span in chosen for tensor in span.tensors)
+            if self._by_forward:
+                self._moved.update(names[id(tensor)] for span in chosen for tensor in span.tensors)
         self._settled = {span.start: reason for span, reason in stay}
         self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
         self.left |= {names[id(tensor)]: reason for span, reason in stay for tensor in span.tensors}

@@ -20,24 +20,47 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...allocator.errors import ManageError, WrongDevice
+from ...offload.policy.tuning import DEFAULT
 
 _WIDEST = 16  # bytes of the widest element (complex128): a span starts at a multiple of it in its storage
 
 
+Blocks = nn.ModuleList | nn.Sequential
+
+
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The decoder layers of `model` in order, each once; empty where its configuration names none."""
+    """The decoder layers of `model` in order, each once; of a model without such its blocks, see `layer_lists`."""
     return tuple(dict.fromkeys(layer for modules in layer_lists(model) for layer in modules))
 
 
-def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The ModuleLists that hold the decoder layers of `model`, in order.
+def layer_lists(model: nn.Module) -> Sequence[Blocks]:
+    """The lists that hold the decoder layers of `model`, in order.
 
     The outermost ones whose length is the configuration's `num_hidden_layers` (of the text part of a multimodal model):
     those whose children the model names in `_no_split_modules` if there are such, else all of them. If none has that
     length, as layers were added or removed, those of any length whose children are all named. A module without such a
-    configuration may contain modules with one.
+    configuration may contain modules with one. Where there is no configuration, as in a UNet, the outermost lists of
+    several blocks with parameters; a list of which one block has a large part of the model's weights is none, but what
+    is inside of it may be.
     """
-    return _lists_of(model) or [modules for child in model.children() for modules in layer_lists(child)]
+    return _configured_lists(model) or list(
+        _lists_of_blocks(model, sum(weight.nbytes for weight in model.parameters()))
+    )
+
+
+def _configured_lists(model: nn.Module) -> list[nn.ModuleList]:
+    return _lists_of(model) or [modules for child in model.children() for modules in _configured_lists(child)]
+
+
+def _lists_of_blocks(module: nn.Module, total: int) -> Iterator[Blocks]:
+    """`total`: bytes of the weights of the whole model."""
+    if isinstance(module, Blocks):
+        sizes = [sum(weight.nbytes for weight in child.parameters()) for child in module]
+        if sum(size > 0 for size in sizes) > 1 and max(sizes) <= total * DEFAULT.weights.block:
+            yield module
+            return
+    for child in module.children():
+        yield from _lists_of_blocks(child, total)
 
 
 def runners(model: nn.Module) -> dict[nn.Module, bool]:

@@ -24,7 +24,7 @@ from ...offload.policy.layout import ALIGNMENT
 from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.backing import FileLoader
 from ...offload.residency.weights_file import FileSpan
-from ..device.streams import torch_device, torch_memory
+from ..device.streams import torch_memory
 from .model_parts import TensorMember, TensorSpan, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
@@ -126,16 +126,23 @@ class MoveIn:
                     part[first : first + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def out(device: Device, step: Step, note: Callable[[int, int, bool], None]) -> None:
-    """Moves the tensors of a step to torch's memory."""
+def out(device: Device, step: Step, note: Callable[[int, int, bool], None], home: torch.device) -> None:
+    """Moves the tensors of a step to torch's memory of `home`."""
     with swapping() as pairs:
         for _, _, span in step:
             note(span.start, span.nbytes, False)
             with torch_memory(device):
-                flat = torch.empty(span.nbytes, dtype=torch.uint8, device=torch_device(device))
+                flat = torch.empty(span.nbytes, dtype=torch.uint8, device=home)
             copy(span, flat)
             pairs.extend(zip(span.tensors, span.over(flat), strict=True))
             del flat
+
+
+def bring(tensors: Iterable[TensorMember], device: torch.device) -> None:
+    """Moves tensors that lie in no range, such as empty ones, to the device where the others are."""
+    for member in tensors:
+        if member.tensor.device != device:
+            member.tensor.data = member.tensor.data.to(device)
 
 
 def copy(span: TensorSpan, flat: torch.Tensor) -> None:

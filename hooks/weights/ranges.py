@@ -32,7 +32,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
+import torch
 from torch import nn
 
 from ...allocator._native import Device, Range
@@ -56,6 +59,18 @@ from .moving import MoveIn, Step
 
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
 Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
+FROM_CPU: Final[Files] = MappingProxyType({})  # of a model of the program's that lies on the CPU, and goes back there
+
+
+class Vacated(NamedTuple):
+    """Pages of the device and of the host in which tensors lie that no range holds any more, as their management has
+    ended. They are free once those tensors are moved."""
+
+    pages: int = 0
+    host_pages: int = 0
+
+
+NOTHING: Final = Vacated()
 
 
 def working_pages(
@@ -71,18 +86,31 @@ def working_pages(
     return cache + -(-plans.short_use * widest * _LOGITS // page_size) + plans.small_blocks
 
 
+def layout_of(moved: Sequence[TensorSpan], still: Collection[int], page_size: int, plans: WeightPlans) -> Layout:
+    """The layout of these spans, whose keys are their places in the sequence. `still`: layers that must not stream."""
+    blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(moved))
+    return place(blocks, page_size, plans.large)
+
+
 def plan_under_budget(
-    device: Device, layout: Layout, spans: Sequence[TensorSpan], working: int, layers: int, rule: Rule
+    device: Device,
+    layout: Layout,
+    spans: Sequence[TensorSpan],
+    working: int,
+    layers: int,
+    rule: Rule,
+    vacated: Vacated = NOTHING,
 ) -> Plan:
     """Chooses which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under
     the device's budget. Idle models give pages for all of it, others only for the least that it needs. BudgetError
     where it does not fit.
 
-    Sources that are blocks of the pool are not counted as used by others: each is freed once it is copied.
+    Sources that are blocks of the pool, or `vacated`, are not counted as used by others: each is freed once it is
+    copied.
     """
     device.trim()
     page = device.page_size
-    sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases()))) // page
+    sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases()))) // page + vacated.pages
     pages = layout.layer_pages(layers)
     own = layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
 
@@ -152,6 +180,7 @@ class WeightBackings:
         self._movers: dict[int, Mover] = {}
         self._moving = threading.Lock()
         self._blank: Range | None = None  # a page, see backing.py, Note [File backings]
+        self._unregistered = False  # are the files of backings not registered for now?
 
     @property
     def host_pages(self) -> int:
@@ -185,11 +214,54 @@ class WeightBackings:
 
     def new(self, opened: Range, file: FileBacking | None = None) -> Backing:
         """Makes a further backing for a range."""
-        if file is not None and self._blank is None:
+        blank = None if file is None else self.blank()
+        return Backing(self._device, self._group, opened, "weights", file=file, blank=blank)
+
+    def blank(self) -> Range:
+        """The page that addresses lead to while a file serves. PoolExhausted, DriverError."""
+        if self._blank is None:
             blank = self._device.reserve(self._device.page_size, "weights", self._group)
             (blank.map_host if self._device.host_pages else blank.map)(0, 1)
             self._blank = blank
-        return Backing(self._device, self._group, opened, "weights", file=file, blank=self._blank)
+        return self._blank
+
+    def hide(self, opened: Range, tensors: Iterable[torch.Tensor], known: Files) -> None:
+        """Has files serve for the pages of a range on the host where only `tensors` lie that are in `known`; the others
+        keep their host pages. Does nothing where the files cannot be registered. ManageError where addresses cannot be
+        exchanged now; WeightsFileChanged, DriverError."""
+        backing, page = self.mover(opened).backing, self._device.page_size
+        if backing.file is not None:
+            return
+        kept, places = set[int](), list[Place]()
+        for span in spans(tensors, {}):
+            offset = span.start - opened.address
+            if (place := _in_file(span, known)) is None:
+                kept.update(range(offset // page, -(-(offset + span.nbytes) // page)))
+            else:
+                places.append((offset, place))
+        pieces = [piece for first, count in live(opened, 0, opened.pieces) for piece in range(first, first + count)]
+        hidden = [piece for piece in pieces if piece not in kept]
+        twin = self.files.twin(places) if places and hidden else None
+        if twin is not None and twin.registered:
+            backing.hide(twin, self.blank(), hidden)
+
+    def unregister_files(self) -> None:
+        """Unregisters the files of backings, which pins no memory then, until `register_files`. Nothing is copied from
+        them meanwhile. DriverError."""
+        self._unregistered = True
+        self.files.close()
+
+    def register_files(self) -> None:
+        """Registers the files of backings again, if they are not. WeightsFileChanged; ManageError where the driver
+        refuses."""
+        if self._unregistered:
+            for backing in self._all():
+                if backing.file is not None:
+                    twin = self.files.twin(backing.file.places)
+                    if not twin.registered:
+                        raise ManageError(f"weights cannot be read from their file: {twin.reason}. Try again")
+                    backing.file = twin
+            self._unregistered = False
 
     def back(self, opened: Range, first: int, count: int) -> bool:
         """Leads pieces to their backing, which gets host pages. False where it is a file, and need not be filled."""
@@ -325,6 +397,8 @@ class Weights:
         self.ranges: dict[int | None, list[Range]] = {}
         self.ring = Ring(device, self.group, waiting)
         self.backings = WeightBackings(device)
+        self.home = streams.torch_device(device)  # where tensors go that leave the ranges
+        self.freed_at_end = 0  # tensors over the ranges that were freed until the end of the last forward
         self._hosted: set[int] = set()  # addresses of ranges whose tensors are moved in on the host
 
     def all_ranges(self) -> list[Range]:
@@ -337,7 +411,16 @@ class Weights:
     @property
     def pages(self) -> int:
         """Device pages of the ranges and of the slots, now."""
-        return sum(range_.backed for range_ in self.all_ranges() if not is_away(range_)) + self.ring.pages
+        return self._resident + self.ring.pages
+
+    @property
+    def _resident(self) -> int:
+        return sum(range_.backed for range_ in self.all_ranges() if not is_away(range_))
+
+    @property
+    def vacating(self) -> Vacated:
+        """The pages in which tensors will lie once the ranges are forgotten."""
+        return Vacated(self._resident, self.backings.host_pages)
 
     def adopt(
         self,
@@ -348,6 +431,7 @@ class Weights:
         still: Collection[int] = (),
         known: Files | None = None,
         progress: Callable[[int], object] = int,
+        vacated: Vacated = NOTHING,
     ) -> Plan:
         """Moves the spans into new ranges, all or none: one for each of the `layers` decoder layers, one for tensors of
         no layer.
@@ -355,14 +439,15 @@ class Weights:
         `working`: pages that using the model needs beside them. `rule`: which layers stream; their weights stay on the
         host. `still`: layers that must not. `known`: tensors whose bytes are in files, of a model that was not handed
         out yet: they are read from there and not from the tensor's memory. `progress` is called with the bytes of each
-        step. Returns the plan. BudgetError before anything is moved; torch.OutOfMemoryError, WeightsFileChanged,
-        DriverError, ManageError.
+        step. `vacated`: where spans lie now. Returns the plan. BudgetError before anything is moved;
+        torch.OutOfMemoryError, WeightsFileChanged, DriverError, ManageError.
         """
-        blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(moved))
-        layout = place(blocks, self.device.page_size, self.plans.large)
-        plan = plan_under_budget(self.device, layout, moved, working, layers, rule)
+        layout = layout_of(moved, still, self.device.page_size, self.plans)
+        plan = plan_under_budget(self.device, layout, moved, working, layers, rule, vacated)
         twins = self.backings.in_files(layout, moved, plan.streamed, known or {})
-        check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
+        on_host = [plan.pages[layer] for layer in plan.streamed if layer not in twins]
+        # of what is vacated a layer is freed once it has been copied
+        check_host(self.device, max(sum(on_host) - vacated.host_pages, max(on_host, default=0)))
         made: dict[int | None, Range] = {}
         loader = FileLoader(self.device, self.backings.files, self.stream())
         move = MoveIn(self._back, self._note, {} if known is None else known, loader, progress)
@@ -400,8 +485,8 @@ class Weights:
             self.ranges.setdefault(layer, []).append(opened)
         return plan
 
-    def parts(self, layer: int) -> tuple[LayerPart, ...]:
-        """The ranges of a layer, with their movers."""
+    def parts(self, layer: int | None) -> tuple[LayerPart, ...]:
+        """The ranges of a layer, with None of what is in no layer, with their movers."""
         parts: list[LayerPart] = []
         for opened in list(self.ranges.get(layer, ())):  # a copy, as a finalizer may empty it at any moment
             if not opened.backed:
@@ -458,7 +543,8 @@ class Weights:
     def restore(self, model: nn.Module) -> None:
         """Moves every tensor of `model` that lies in a range out of it, wherever in the model it is by now.
 
-        On the stand-in to torch's own memory, on CUDA to blocks of torch's allocator. All or none: raises
+        To `home`: on the stand-in torch's own memory, on CUDA blocks of torch's allocator, or the CPU where the model
+        was taken from there. All or none: raises
         torch.OutOfMemoryError, DriverError, WeightsFileChanged or ManageError with the weights in the pool as before.
         """
         try:
@@ -505,7 +591,7 @@ class Weights:
             if layer is not None and step[0][0] in ranges:
                 self.ring.reveal(layer)  # one at a time: reading a file backing takes host pages
         self._hosted.update(opened.address for opened, _, _ in step if is_away(opened))
-        moving.out(self.device, step, self._note)
+        moving.out(self.device, step, self._note, self.home)
 
     def _step_back_in(self, step: Step) -> None:
         with moving.swapping() as pairs:

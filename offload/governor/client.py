@@ -209,6 +209,11 @@ class PageClient(ABC):
         """Gives back slots that it is read through, as nobody has used it for a while and pages are short. Does nothing
         while anyone leases it. Returns at once; called on any thread."""
 
+    def retreat(self) -> int:
+        """All its pages leave the device for the host, as its model sleeps; returns how many stay. Nothing moves where
+        a thread uses it. PoolExhausted where the host has too few; DriverError."""
+        return self.device_pages
+
     def write_behind(self, pages: int) -> None:  # noqa: B027
         """Starts to copy up to so many pages that are offered and not clean, in their order, to the host, and looks
         what has become of those before. Returns at once; `client_changed` when they are clean. While pages are short it

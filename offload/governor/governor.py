@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -48,7 +49,6 @@ from .clients import ModelState
 from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
-from .kv_read_plan import Streamed
 from .overview import Overview
 from .reclaim import LadderPulls, ModelChange, ReclaimList, Repayment
 
@@ -242,16 +242,19 @@ class Governor:
         with self._known.lock:
             self._known.list.void()
 
-    def caches_of(self, model: ModelClient) -> tuple[Streamed, ...]:
-        """How each KV cache of the model reads what of it lies on the host."""
+    def caches_of(self, model: ModelClient) -> list[tuple[int, PageClient]]:
+        """The page clients of the model, with their numbers."""
         with self._known.lock:
             state = self._known.clients.get(model)
-            caches = [
-                cache
-                for client, cache in self._known.clients.paged
-                if state is not None and client.model == state.number
-            ]
-            return tuple(cache.streamed for cache in caches)
+            mine = -1 if state is None else state.number
+            return [(client.number, cache) for client, cache in self._known.clients.paged if client.model == mine]
+
+    def retreat(self, caches: Iterable[tuple[int, PageClient]]) -> None:
+        """Moves the pages of these clients, with their numbers, to the host, but for those that a thread uses.
+        PoolExhausted where the host has too few; DriverError."""
+        for number, cache in caches:
+            cache.retreat()
+            self.client_changed(number)
 
     def taken_of(self, number: int) -> frozenset[int]:
         """The indices that the core took since this was asked last: the cache does not offer them any more. Asked by

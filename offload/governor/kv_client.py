@@ -19,7 +19,7 @@ from itertools import count
 from threading import Lock
 from typing import Any, Final
 
-from ...allocator._native import Device, Group, Range, Transfer
+from ...allocator._native import Device, Group, Lease, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
 from ..policy.kv_pages import mean_seconds
@@ -272,6 +272,7 @@ class KVClient(PageClient):
         self.takable = KVOffers(extents, turns, self.way)
         self.saving = KVSaving(extents, self.takable, turns, transfer, governor, lock, self.name)
         self._group = group
+        self._transfer = transfer
         self._extents = extents
         self._only_cached = False
 
@@ -351,6 +352,20 @@ class KVClient(PageClient):
         """Slots go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on its
         cache before its first layer, and none between two iterations."""
         self.way.give_if_unused()
+
+    def retreat(self) -> int:
+        """Moves pages of tokens, full or not, and gives slots back."""
+        if self.running:
+            return self.device_pages
+        lease = Lease()
+        lease.enter(self._group)
+        try:
+            self.way.give()
+            for extent in self._extents.all():
+                extent.mover.evict(range(extent.first, extent.end), self._transfer, None, whole=True)
+        finally:
+            lease.close()
+        return self.device_pages
 
     def write_behind(self, pages: int) -> None:
         """As `KVSaving.write_behind`."""

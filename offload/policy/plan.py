@@ -49,9 +49,14 @@ class Plan:
         return tuple(sizes)
 
     @property
+    def resident_pages(self) -> int:
+        """Pages of the layers that stay on the device."""
+        return sum(self.pages) - self.host_pages
+
+    @property
     def device_pages(self) -> int:
         """Pages of the device that the layers take: those that stay, and the slots."""
-        return sum(self.pages) - self.host_pages + sum(self.slot_pages)
+        return self.resident_pages + sum(self.slot_pages)
 
     @property
     def host_pages(self) -> int:
@@ -183,17 +188,24 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """The layers that stream already, and no others: for new tensors in them."""
+    """The layers that stream already, for new tensors in them, and `further` ones as far as the memory demands."""
 
     streamed: frozenset[int]
+    further: bool = False
 
     def choose(self, pages: Sequence[int], available: int) -> Plan | None:
         """Chooses as `Fewest.choose`. New pages of a streamed layer go to the host, whatever is available."""
-        return Plan(tuple(pages), at := tuple(k for k in sorted(self.streamed) if k < len(pages)), (0,) * len(at))
+        plans = [self._with(pages, count) for count in range(1 + self.further * len(pages))]
+        return next((plan for plan in plans if plan.device_pages <= available), plans[0])
 
     def smallest(self, pages: Sequence[int]) -> int:
         """Device pages without which no plan fits."""
-        return sum(page for layer, page in enumerate(pages) if layer not in self.streamed)
+        return min(self._with(pages, count).resident_pages for count in range(1 + self.further * len(pages)))
+
+    def _with(self, pages: Sequence[int], count: int) -> Plan:
+        """Returns the plan in which so many layers stream beside those that do already."""
+        streamed = {*self.streamed, *spread(pages, count)} if count else self.streamed
+        return Plan(tuple(pages), at := tuple(k for k in sorted(streamed) if k < len(pages)), (0,) * len(at))
 
 
 Rule = Fewest | Interval | Same

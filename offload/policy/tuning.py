@@ -104,6 +104,9 @@ class WeightPlans:
     # Bytes from which on a tensor is streamed: a copy of 1 MiB has 48 of the 53 GB/s of an 8 MiB one, of 256 KiB 21.
     # Measured, pinned, host to device.
     large: int = 2**20
+    # Part of a model's weights that a block of it may have at most to stream as a whole (model_parts.py): more would
+    # make the slots, which hold the largest, as large as what is gained. Chosen.
+    block: float = 0.25
     # Times that one tensor that a model replaces in its forward is moved in again. Chosen: what a model replaces in
     # each forward reaches it at once, what is converted or given adapters by hand does not.
     moves: int = 8

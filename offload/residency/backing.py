@@ -24,7 +24,8 @@ Note [File backings]
     A file cannot be shown at a range's addresses: there tensors lie at multiples of 512 bytes, in the file anywhere,
     and the file must not be written. So a layer has a file backing only for as long as its own forward alone can read
     its weights (hooks/streaming/bound.py). At the first other read, host pages are filled from the file and are the
-    backing for good. Until then all of the range's addresses lead to one blank page.
+    backing for good. Until then all of the range's addresses lead to one blank page. Of a model that sleeps the file
+    may have some pieces only (`hide`): the others have host pages, which their addresses lead to.
 
 Note [From the peer to the host]
     A piece gets a page of the peer while that has one, else of the host. Where the peer runs short a page of the host
@@ -268,6 +269,7 @@ class Backing:
         self.range = range_
         self.file = file  # None where pages serve
         self.closed = False
+        self.mixed = False  # do pages of the host serve beside the file, for pieces that it does not have?
         self.ready = False  # does it have the bytes, although the range has pages of its own?
         self.sums: Mapping[int, bytes] = {}  # checksums of tensors that it got, by offset, where they are kept
         self._blank = blank
@@ -324,7 +326,16 @@ class Backing:
         if self.file is None:
             pages = self._made.get("pages") or self.pages  # for each layer of each token: in one call
             return [(to, pages.address + first * self._page, count * self._page)]
-        return list(_clipped(self.file.copies, first * self._page, count * self._page, to))
+        if not self.mixed:
+            return list(_clipped(self.file.copies, first * self._page, count * self._page, to))
+        copies: Copies = []
+        for at, pieces, place in self.pages.runs(first, count):
+            there = to + (at - first) * self._page
+            if place in FAR:
+                copies.append((there, self.pages.address + at * self._page, pieces * self._page))
+            else:
+                copies += _clipped(self.file.copies, at * self._page, pieces * self._page, there)
+        return copies
 
     def saves(self, pieces: Iterable[int]) -> Copies:
         """Returns the copies that bring pieces from the device here. No copy goes to two places."""
@@ -337,7 +348,10 @@ class Backing:
         """Leads the range's addresses here. False where that cannot be now, as `Range.alias`."""
         if self.file is None or self._blank is None:
             return self.range.alias(first, self.pages, first, count)
-        return all(self.range.alias(piece, self._blank, 0, 1) for piece in range(first, first + count))
+        return all(
+            self.range.alias(piece, *((self.pages, piece) if self.mixed and self.has(piece) else (self._blank, 0)), 1)
+            for piece in range(first, first + count)
+        )
 
     def check(self) -> None:
         """Raises WeightsFileChanged unless its files are what they were."""
@@ -352,12 +366,15 @@ class Backing:
         if file is None:
             return
         self.check()
+        lacking = _without_pages(self.pages, spans)
         with ExitStack() as undo:
-            self.map_all(spans, undo)
+            self.map_all(lacking, undo)
             copies = [
                 copy
-                for first, count in spans
-                for copy in self.copies(first, count, self.pages.address + first * self._page)
+                for first, count in lacking
+                for copy in _clipped(
+                    file.copies, first * self._page, count * self._page, self.pages.address + first * self._page
+                )
             ]
             try:
                 Transfer(self._device).copy(copies, after=0, owner=self._owner, to="device").wait()
@@ -366,15 +383,33 @@ class Backing:
                 raise
             self.check()
             try:
-                self.file = None
-                if not all(self.lead(first, count) for first, count in spans):
+                if not all(self.range.alias(first, self.pages, first, count) for first, count in lacking):
                     raise not_now()
             except BaseException:
-                self.file = file
                 with suppress(DriverError):  # then it is done again at the next look
-                    all(self.lead(first, count) for first, count in spans)
+                    all(self._hide(first, count) for first, count in lacking)
                 raise
             undo.pop_all()
+            self.file, self.mixed = None, False  # until then copies come from the file
+
+    def hide(self, file: FileBacking, blank: Range, pieces: Sequence[int]) -> None:
+        """Undoes `reveal` for these pieces, ascending: `file` has the bytes of their host pages, which go back. Others
+        keep theirs. ManageError where addresses cannot be exchanged now, DriverError: nothing has changed then."""
+        spans = [(first, end - first) for first, end in runs_of(pieces)]
+        self._blank = blank
+        try:
+            if not all(self._hide(first, count) for first, count in spans):
+                raise not_now()
+        except BaseException:
+            all(self.range.alias(first, self.pages, first, count) for first, count in spans)
+            raise
+        self.file, self.mixed = file, True
+        for first, count in spans:
+            self.pages.retire(first, count)
+
+    def _hide(self, first: int, count: int) -> bool:
+        blank = self._blank
+        return blank is not None and all(self.range.alias(piece, blank, 0, 1) for piece in range(first, first + count))
 
     # -- giving pages back
 
@@ -456,6 +491,11 @@ class Backing:
 
     def _goes(self, piece: int) -> bool:
         return self.pages.leads_to(piece) == "peer" and self._spare.leads_to(piece) == "host"
+
+
+def _without_pages(pages: Range, spans: Spans) -> Spans:
+    runs = [run for first, count in spans for run in pages.runs(first, count)]
+    return [(at, pieces) for at, pieces, place in runs if place not in FAR]
 
 
 def not_now() -> ManageError:

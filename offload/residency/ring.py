@@ -182,6 +182,8 @@ class OwnSlots:
         offered = []
         for part in streamed.parts:
             backing = part.backing
+            if backing.mixed:  # it becomes resident at the next forward
+                return []
             sources = backing.copies(part.first, part.count, 0) if backing.file is not None else []
             offered.append((slot.range, part.offset, part.count, backing.pages, part.first, sources))
         return offered
@@ -208,7 +210,9 @@ class OwnSlots:
             streamed, slot = self._slots.pop(layer)
             slot.range.close()
             for part in streamed.parts:
-                if part.backing.file is not None:  # the core filled host pages from it when it took the slot
+                if (
+                    part.backing.file is not None and not part.backing.mixed
+                ):  # the core filled host pages from it when it took the slot
                     part.backing.drop()
             yield streamed
 
@@ -393,18 +397,21 @@ class Ring:
         for part in streamed.parts if streamed is not None else ():
             part.backing.reveal(spans(part))
 
-    def make_resident(self, layer: int) -> None:
+    def make_resident(self, layer: int, unchanged: bool = False) -> None:
         """Makes a layer with an own slot resident, and gives up its copy on the host. No tensor lies over a slot.
-        ManageError where addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
+        `unchanged`: is the layer what it was when it was copied to its slot? ManageError where addresses cannot be
+        exchanged now; WeightsFileChanged, DriverError."""
         entry = self.own.get(layer)
         assert entry is not None
         streamed, slot = entry
         with ExitStack() as undo:
             undo.callback(self._share)
             undo.callback(lambda: self._close_own([layer] if is_taken(slot) else []))  # a taken slot is none
-            slot.holds = None
+            held, slot.holds = slot.holds == layer and unchanged and not is_taken(slot), None
             try:
-                self._filler.copy(streamed.copies(slot.range), None).wait()  # the host copy may have been written to
+                done = slot.done if held else self._filler.copy(streamed.copies(slot.range), None)
+                assert done is not None  # of what a slot holds
+                done.wait()
             finally:
                 streamed.check()
             _adopt(streamed, slot.range)
@@ -458,6 +465,25 @@ class Ring:
 
     def filling(self, member: int, slot: Slot[int]) -> None:
         self.loading(member, member == slot.turns[0])
+
+
+def bring_back(device: Device, group: Group, transfer: Transfer, streamed: StreamedLayer) -> None:
+    """Gives weights on the host that are in no ring pages of the device at their own addresses, and gives up the copy
+    on the host. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged, DriverError:
+    they are on the host then."""
+    if not streamed.pages:
+        return
+    filled = open_pages(device, group, "weights", streamed.pages)
+    try:
+        try:
+            transfer.copy(streamed.copies(filled), after=None, owner="weights", to="device").wait()
+        finally:
+            streamed.check()
+        _adopt(streamed, filled)
+    finally:
+        filled.close()
+    for part in streamed.parts:
+        part.backing.close()
 
 
 def _adopt(streamed: StreamedLayer, filled: Range) -> None:

@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
     from .hooks.loading import from_pretrained
-    from .hooks.manage import manage
-    from .hooks.managed import Managed
+    from .hooks.manage import manage, sleep, wake
+    from .hooks.managed import Managed, report
     from .hooks.memory_snapshot import snapshot
     from .hooks.plan.planner import plan
     from .hooks.programs.first_use import load_ipython_extension, unload_ipython_extension
@@ -107,11 +107,14 @@ _HOMES = {
     "load_ipython_extension": "hooks.programs.first_use",
     "manage": "hooks.manage",
     "plan": "hooks.plan.planner",
+    "report": "hooks.managed",
     "restore": "allocator.install",
     "set_budget": "allocator.devices",
+    "sleep": "hooks.manage",
     "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
+    "wake": "hooks.manage",
     "watch": "hooks.watch.view",
     "unload_ipython_extension": "hooks.programs.first_use",
 }
@@ -176,12 +179,15 @@ __all__ = [
     "manage",
     "metrics",
     "plan",
+    "report",
     "restore",
     "set_budget",
+    "sleep",
     "snapshot",
     "stats",
     "timeline",
     "unload_ipython_extension",
+    "wake",
     "watch",
 ]
 
