@@ -4,8 +4,9 @@ Each process in which ballonet is installed listens at a socket of its own, name
 user can enter (trusted.py). A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout":
 seconds}` has `{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`;
 `{"give": bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s
-keys; or it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its
-number, `"device": null | number`, else they are about the first.
+keys; `{"act": name, "given": {...}}` has it do what was offered by that name (`offer`), with the same keys; or it is
+`{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its number,
+`"device": null | number`, else they are about the first.
 
 Note [The end of a process]
     The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that returns
@@ -24,7 +25,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,8 @@ from typing import Any, Final
 from . import devices
 from .config import control_dirs
 from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
-from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
+from .devices import Runtime
+from .errors import ControlRefused, ManageError, NoSuchProcess, NotPermitted, NotReachable
 from .looks import KEYS
 from .looks import look as look_here
 from .trusted import TrustedFolder
@@ -50,6 +52,23 @@ def describe(number: int | None = None) -> dict[str, Any]:
     pages, spilled ones. `number`: of the runtime, None for the first. NotInstalled."""
     snapshot = devices.of(number).device.snapshot()
     return {"pid": os.getpid(), **{key: snapshot[key] for key in SHOWN}}
+
+
+class _Acts(dict[str, Callable[..., object]]):
+    """What may be done with one runtime from outside, by name."""
+
+
+def offer(runtime: Runtime, name: str, act: Callable[..., object]) -> None:
+    """Lets processes of this user have `act(**given)` called, see `ask_to_act`. The last one of a name counts."""
+    runtime.parts.of(_Acts, _Acts)[name] = act
+
+
+def _act(name: str, given: Mapping[str, Any], number: int | None) -> dict[str, Any]:
+    offered = devices.of(number).parts.get(_Acts) or _Acts()
+    if name not in offered:
+        raise ManageError("no model is managed there")
+    offered[name](**given)
+    return describe(number)
 
 
 class Control:
@@ -110,6 +129,8 @@ class Control:
             number = _whole(request.get("device"))
             if "look" in request:
                 act = partial(look_here, _whole(request["look"]), number)
+            elif "act" in request:
+                act = partial(_act, str(request["act"]), dict(request["given"]), number)
             elif "give" in request:
                 act = partial(_give, int(request["give"]), float(request["timeout"]), number)
             else:
@@ -230,6 +251,19 @@ def ask_to_give(
     as few as it can within `timeout` seconds. Returns and raises as `ask`."""
     request = {"give": nbytes, "timeout": timeout, "device": device}
     return _asked(pid, request, timeout + patience, folders, patience)
+
+
+def ask_to_act(
+    pid: int,
+    name: str,
+    given: Mapping[str, Any],
+    timeout: float,
+    folders: Sequence[Path] | None = None,
+    patience: float = CONTROL_PATIENCE,
+) -> dict[str, Any]:
+    """Has another process of this user do what it has offered by that name, within `timeout` seconds. Returns and
+    raises as `ask`."""
+    return _asked(pid, {"act": name, "given": dict(given)}, timeout + 2 * patience, folders, patience)
 
 
 def _give(nbytes: int, timeout: float, number: int | None) -> dict[str, Any]:

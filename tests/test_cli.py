@@ -86,7 +86,21 @@ SHOWN = {
     "peer_pages": 2,
     "spilled": 1,
 }
-COMMANDS = ["run", "serve", "load", "whatif", "top", "budget", "replay", "info", "preflight", "plan", "profile"]
+COMMANDS = [
+    "run",
+    "serve",
+    "load",
+    "whatif",
+    "top",
+    "budget",
+    "sleep",
+    "wake",
+    "replay",
+    "info",
+    "preflight",
+    "plan",
+    "profile",
+]
 PRINTS = {  # command -> arguments, and lines of its table, spaces left out
     "budget": (["7"], ["budget8MiB in pages of 64KiB", "weights100 pages (6.25MiB)", "on the second pool2 pages"]),
     "replay": (["trace.csv"], ["peak of what was asked for3MiB", "operations2, "]),
@@ -344,7 +358,9 @@ def test_a_model_of_a_program_that_knows_nothing_is_managed_at_its_first_use(tmp
     assert (alone.returncode, alone.stderr) == (0, "")
     with_ballonet = ballonet("run", "--page-size", "64KiB", "program.py", cwd=tmp_path)
     assert (with_ballonet.returncode, with_ballonet.stdout) == (0, alone.stdout)
-    assert int(with_ballonet.stderr) >= 6  # pages of 64 KiB: at least the embedding, the head and the three layers
+    pages, said = with_ballonet.stderr.splitlines()
+    assert said == "ballonet: managed LlamaForCausalLM"
+    assert int(pages) >= 6  # pages of 64 KiB: at least the embedding, the head and the three layers
 
 
 TIMELINE = """

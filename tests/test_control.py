@@ -379,6 +379,57 @@ def test_the_budget_of_a_running_process(
     assert "does not exist" in capsys.readouterr().err
 
 
+SLEEPER = """
+import sys
+import ballonet
+from tests.models import build
+ballonet.install(budget=2**24, page_size=65536, device="cpu")
+models = [build("llama"), build("llama")]
+handles = [ballonet.manage(model) for model in models]
+for line in sys.stdin:
+    print([handle.asleep for handle in handles], ballonet.stats().pages.weights > 0, flush=True)
+"""
+
+
+def test_models_of_a_running_process_sleep_and_wake_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SLEEPER],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def levels() -> str:
+        process.stdin.write("\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+        return process.stdout.readline()  # type: ignore[union-attr]
+
+    pid = str(process.pid)
+    assert levels() == "[0, 0] True\n"
+    assert main(["sleep", pid, "LlamaForCausalLM (2)", "--level", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["pages"]["weights"] > 0
+    assert levels() == "[0, 2] True\n"
+    assert main(["sleep", pid]) == 0
+    assert json.loads(capsys.readouterr().out)["pages"]["weights"] == 0
+    assert levels() == "[1, 1] False\n"
+    assert main(["wake", pid, "LlamaForCausalLM"]) == 0
+    assert levels() == "[0, 1] True\n"
+    capsys.readouterr()
+    assert main(["sleep", pid, "other"]) == 1
+    assert "no model other is managed there: LlamaForCausalLM, LlamaForCausalLM (2)" in capsys.readouterr().err
+    process.communicate(timeout=600)
+
+
+def test_a_process_without_models_says_so(listening: Listening, folder: Path, installed: None) -> None:
+    listening()
+    with pytest.raises(ControlRefused, match="no model is managed there"):
+        control.ask_to_act(ME, "sleep", {"model": None}, 5, [folder])
+
+
 def test_control_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,20 @@ class FleetEngine:
         """Begins to end all requests: the fleet waits for their end as it is closed."""
         self.tell()
 
+    def sleep(self, level: int, timeout: float | None) -> None:
+        """Refused: layers of a model are spread over replicas. Denial."""
+        raise Denial(
+            501, "the model runs on replicas, which cannot sleep: end them, or serve it alone", "not_supported"
+        )
+
+    def wake(self) -> None:
+        """Does nothing: no replica sleeps."""
+
+    @property
+    def asleep(self) -> int:
+        """Always 0: awake."""
+        return 0
+
     @property
     def answers(self) -> bool:
         """Can a request be answered now?"""

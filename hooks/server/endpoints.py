@@ -19,6 +19,7 @@ from .http import APIEndpoint, Handler, HTTPCall, answered, denied
 from .openapi import Health, description
 from .responses import ResponsesEndpoint
 from .served import ModelList, Models
+from .sleeping import Sleeper
 
 
 def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middleware] = ()) -> Starlette:
@@ -40,6 +41,8 @@ def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middlew
     async def openapi(_: HTTPCall) -> Response:
         return answered(description())
 
+    sleeper = Sleeper(models)
+
     def route(method: str, path: str, handler: Handler) -> Route:
         return Route(path, APIEndpoint(handler), methods=[method])
 
@@ -50,6 +53,9 @@ def endpoints(models: Models, lifespan: Any = None, middleware: Sequence[Middlew
             route("POST", "/v1/responses", ResponsesEndpoint(models)),
             route("GET", "/v1/models", listed),
             route("GET", "/v1/models/{model:path}", shown),
+            route("POST", "/sleep", sleeper.sleep),
+            route("POST", "/wake_up", sleeper.wake),
+            route("GET", "/is_sleeping", sleeper.look),
             route("GET", "/metrics", metrics),
             route("GET", "/openapi.json", openapi),
             route("GET", "/health", health),

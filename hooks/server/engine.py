@@ -80,6 +80,18 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends all requests, with Denial 503, and waits until nothing runs any more."""
 
+    def sleep(self, level: int, timeout: float | None) -> None:
+        """Puts the model to sleep, as `Managed.sleep`; a request wakes it. Waits, so that it is called on a thread of
+        its own. Denial: 409 where requests or forwards go on, or there is no room for its weights; 501 where this
+        engine cannot."""
+
+    def wake(self) -> None:
+        """Wakes the model. Waits. Denial as `sleep`."""
+
+    @property
+    def asleep(self) -> int:
+        """The level at which the model sleeps, 0 while it is awake."""
+
     @property
     def answers(self) -> bool:
         """Can a request be answered now? False once the loop behind this has died and cannot be started again."""

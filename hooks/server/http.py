@@ -34,8 +34,8 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 
 class HTTPCall(Struct, frozen=True):
-    """A request to an endpoint. `name`: its x-request-id; `content`: its body, empty once it was read; `ttft`, `tpot`:
-    its SLOs in seconds."""
+    """A request to an endpoint. `name`: its x-request-id; `content`: its body, empty once it was read; `parameters`: of
+    its query and its path; `ttft`, `tpot`: its SLOs in seconds."""
 
     name: str
     content: bytearray
@@ -193,7 +193,7 @@ async def _call(request: Request, name: str) -> HTTPCall:
     content = bytearray()
     async for part in request.stream():  # `body()` would have all parts beside the whole
         content += part
-    return HTTPCall(name, content, dict(request.path_params), *slos)
+    return HTTPCall(name, content, {**request.query_params, **request.path_params}, *slos)
 
 
 async def denied(_: Request, error: Exception) -> Response:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,11 +28,12 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from ...allocator.errors import DriverError, PoolExhausted, SequenceTooLong
+from ...allocator.errors import DriverError, ManageError, ModelInUse, PoolExhausted, SequenceTooLong
 from ...offload.policy.step_costs import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
 from ..batching.seams import why_stock
 from ..compat import longest_sequence
+from ..managed import Managed, managed_as
 from ..sampling.carried import SAMPLING, SampledRequest
 from ..sampling.grammar import GrammarRefused, Grammars
 from ..sampling.loop import LoopSampler
@@ -135,6 +137,27 @@ class Loop:
             if (manager := self._manager) is not None:
                 manager.stop(block=True, timeout=60, hard_stop=True)
                 self._steps, self._manager = self.steps, None  # it has tensors
+
+    def sleep(self, level: int, timeout: float | None) -> None:
+        """Puts the model to sleep, see Engine. Denial."""
+        with _denied():
+            self._managed.sleep(level, timeout=timeout)
+
+    def wake(self) -> None:
+        """Wakes the model, see Engine. Denial."""
+        with _denied():
+            self._managed.wake()
+
+    @property
+    def asleep(self) -> int:
+        """The level at which the model sleeps."""
+        return self._managed.asleep
+
+    @property
+    def _managed(self) -> Managed:
+        handle = managed_as(self._model)
+        assert handle is not None  # for as long as it is served
+        return handle
 
     @property
     def answers(self) -> bool:
@@ -254,6 +277,15 @@ class Loop:
         processor.scheduler.cancelled = answers.drop
         manager.start()
         return manager
+
+
+@contextmanager
+def _denied() -> Iterator[None]:
+    """A `with` block whose errors are the client's answer."""
+    try:
+        yield
+    except (ManageError, torch.OutOfMemoryError) as error:
+        raise Denial(409, str(error), "model_in_use" if isinstance(error, ModelInUse) else "no_room") from None
 
 
 def _leave(listener: Listener) -> None:

@@ -19,7 +19,12 @@ from .cli import measure, plan, processes, run, serve
 GOALS: Final = {  # what one wants to do -> the commands for that
     "run models": (run.add_run, serve.add_serve),
     "know beforehand": (plan.add_plan, plan.add_whatif),
-    "look at what runs, and change it": (processes.add_top, processes.add_budget),
+    "look at what runs, and change it": (
+        processes.add_top,
+        processes.add_budget,
+        processes.add_sleep,
+        processes.add_wake,
+    ),
     "try this machine": (measure.add_info, measure.add_preflight, measure.add_profile),
     "replay what was recorded": (serve.add_load, measure.add_replay),
 }

@@ -68,6 +68,9 @@ class Scripted:
     closed: list[str] = field(default_factory=list)
     answers: bool = True
     waiting: int = 0
+    asleep: int = 0
+    slept: list[tuple[int, float | None]] = field(default_factory=list)  # levels and timeouts that were asked for
+    refusal: Denial | None = None  # to sleep
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Update, None]:
         """Answers by the script."""
@@ -96,6 +99,17 @@ class Scripted:
         """Scores by `chosen`."""
         first, *rest = generation.prompt
         return ChosenToken(first), *(chosen(generation, token) for token in rest)
+
+    def sleep(self, level: int, timeout: float | None) -> None:
+        """Sleeps, unless there is a refusal."""
+        self.slept.append((level, timeout))
+        if self.refusal is not None:
+            raise self.refusal
+        self.asleep = level
+
+    def wake(self) -> None:
+        """Wakes."""
+        self.asleep = 0
 
     def tell(self) -> None:
         """Nothing runs."""

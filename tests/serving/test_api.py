@@ -537,6 +537,36 @@ def test_doors_and_lists(scene: Scene) -> None:
         scene.engine.answers = True
 
 
+def test_models_sleep_and_wake_behind_the_key(scene: Scene) -> None:
+    def asked(method: str, path: str, **more: Any) -> tuple[int, Any]:
+        answer = scene.http.request(method, path, **more)
+        return answer.status_code, answer.json()
+
+    engine = scene.engine
+    awake, asleep = {"is_sleeping": False, "levels": {NAME: 0}}, {"is_sleeping": True, "levels": {NAME: 2}}
+    assert asked("GET", "/is_sleeping") == (200, awake)
+    assert asked("POST", f"/sleep?level=2&model={NAME}&timeout=500ms") == (200, asleep)
+    assert asked("GET", "/is_sleeping") == (200, asleep)
+    assert asked("POST", "/wake_up") == (200, awake)
+    assert asked("POST", "/sleep")[0] == 200
+    assert engine.slept == [(2, 0.5), (1, None)]
+    engine.wake()
+    for path, status, param in (
+        ("/sleep?level=3", 400, "level"),
+        ("/sleep?timeout=soon", 400, "timeout"),
+        ("/sleep?levels=1", 400, "levels"),
+        ("/wake_up?tags=weights", 400, "tags"),
+        ("/sleep?model=other", 404, "model"),
+    ):
+        assert (asked("POST", path)[0], asked("POST", path)[1]["error"]["param"]) == (status, param)
+    engine.refusal = Denial(409, "it serves requests", "model_in_use")
+    assert asked("POST", "/sleep")[1]["error"]["code"] == "model_in_use"
+    engine.refusal = None
+    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+        assert asked(method, path, headers={"authorization": ""})[0] == 401
+    assert engine.asleep == 0
+
+
 def test_the_description_is_made_of_the_types(scene: Scene) -> None:
     described = scene.http.get("/openapi.json").json()
     schemas = described["components"]["schemas"]

@@ -483,3 +483,40 @@ def test_figures_are_those_of_the_loop() -> None:
     install(256)
     in_a_loop(llama(), scene)
     assert devices.require() is not None
+
+
+# Sleep
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_of_a_loop_sleeps_between_requests_and_the_next_one_wakes_it(level: int) -> None:
+    asked = [named(prompt, 8, Sampling()) for prompt in prompts(2, 40)]
+    expected = [alone(model := llama(), request) for request in asked]
+
+    async def scene(loop: Loop) -> None:
+        for request, tokens in zip(asked, expected, strict=True):
+            assert close_to((await answer(loop, request))[0], tokens)
+            await asyncio.to_thread(loop.sleep, level, 30.0)
+            assert loop.asleep == level
+            pages = ballonet.stats().pages
+            assert pages.weights == pages.kv == 0
+            assert loop.answers
+        await asyncio.to_thread(loop.wake)
+        assert loop.asleep == 0
+
+    in_a_loop(model, scene)
+
+
+def test_a_model_with_requests_does_not_sleep_and_says_why() -> None:
+    request = named(prompts(1, 40)[0], 200, Sampling())
+
+    async def scene(loop: Loop) -> None:
+        running = asyncio.create_task(answer(loop, request))
+        while not loop.queued[0]:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Denial, match="serves requests") as denial:
+            await asyncio.to_thread(loop.sleep, 1, 0.0)
+        assert (denial.value.status, denial.value.code) == (409, "model_in_use")
+        assert len((await running)[0]) == 200
+
+    in_a_loop(llama(), scene)

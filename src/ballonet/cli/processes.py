@@ -1,5 +1,5 @@
 """Commands about running processes: `top` shows all of this user that run ballonet, live, `budget` shows or changes the
-budget of one.
+budget of one, `sleep` and `wake` have its models leave the device and come back.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def add_budget(commands: Any) -> None:
         help="instead of a process: the budget that your processes share, or a new one (default: only show)",
     )
     parser.add_argument("--device", metavar="NAME", help="of the shared budget, where there are several: as shown")
-    parser.add_argument(
-        "--timeout", metavar="TIME", type=arguments.seconds, default=60.0, help="to get pages back (default: 60s)"
-    )
+    _add_timeout(parser, "to get pages back")
     arguments.add_json(parser, piped=True)
 
 
@@ -61,6 +59,58 @@ def _budget(args: argparse.Namespace) -> None:
         return
     size = None if args.size is None else parse_size(args.size)
     tell(ask(args.pid, size, args.timeout), lambda facts: show_rows(_budget_rows(facts)), as_json=args.json)
+
+
+def add_sleep(commands: Any) -> None:
+    """Describes the command."""
+    parser = arguments.command(commands, "sleep", _sleep, "have models of a running process leave the device")
+    parser.description = f"""{parser.description} Weights, caches and all else go to the host, until the model is used
+        again or `ballonet wake`. Nothing is lost. Refused, and nothing changes, where the host has too little room or
+        requests do not end. In JSON: as of `budget`, afterwards."""
+    _add_named(parser)
+    parser.add_argument(
+        "--level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="1: all to the host; 2: what the weights' file has is read from there again, the rest to the host "
+        "(default: 1)",
+    )
+    _add_timeout(parser, "for requests that run")
+
+
+def _sleep(args: argparse.Namespace) -> None:
+    _act(args, "sleep", model=args.model, level=args.level, timeout=args.timeout)
+
+
+def add_wake(commands: Any) -> None:
+    """Describes the command."""
+    parser = arguments.command(commands, "wake", _wake, "bring models of a running process back to the device")
+    _add_named(parser)
+    _add_timeout(parser, "for others to give pages")
+
+
+def _wake(args: argparse.Namespace) -> None:
+    _act(args, "wake", model=args.model)
+
+
+def _act(args: argparse.Namespace, name: str, **given: Any) -> None:
+    from ..allocator.control import ask_to_act
+
+    facts = ask_to_act(args.pid, name, given, args.timeout)
+    tell(facts, lambda facts: show_rows(_budget_rows(facts)), as_json=args.json)
+
+
+def _add_named(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", metavar="PID", type=arguments.whole(1, 2**31 - 1), help="of a process of yours")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="by its name in `ballonet top` (default: all)")
+    arguments.add_json(parser, piped=True)
+
+
+def _add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--timeout", metavar="TIME", type=arguments.seconds, default=60.0, help=f"{what} (default: 60s)"
+    )
 
 
 def _show_shared(facts: list[dict[str, Any]]) -> None:
