@@ -69,7 +69,7 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-pressure": Part(
-        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix"),
+        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix", "sleep", "sync"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
@@ -108,7 +108,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "remap": Part(
         tests=("tests/gpu/test_remap_*.py",),
-        benchmarks=("slo",),
+        benchmarks=("slo", "sleep", "sync"),
     ),
     "balloon": Part(
         tests=("tests/gpu/test_balloon_*.py",),
