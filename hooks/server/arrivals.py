@@ -62,7 +62,10 @@ class TraceOptions:
 
 
 class _Undecided(ValueError):
-    """A file does not say enough, or contradicts itself; the message says what to do."""
+    """A file does not say enough, or contradicts itself or what is said of it; the message says what to do."""
+
+
+_Reader = Callable[[TextIO, TraceOptions], Iterator[RecordedArrival]]
 
 
 def read(
@@ -99,7 +102,8 @@ def _read(path: Path, file: TextIO, options: TraceOptions, limit: int | None) ->
     file.seek(0)
     arrivals: list[RecordedArrival] = []
     try:
-        kind = _kind_of(line, file)
+        kind, names = _kind_of(line, file)
+        _refuse_unused(kind, names, options)
         arrivals.extend(islice(kind(file, options), limit))
         if kind in _CLOCKED and options.time_unit is None:
             _check_rate(arrivals)
@@ -112,23 +116,23 @@ def _read(path: Path, file: TextIO, options: TraceOptions, limit: int | None) ->
     return arrivals
 
 
-def _kind_of(line: str, file: TextIO) -> Callable[[TextIO, TraceOptions], Iterator[RecordedArrival]]:
-    """Returns what reads a file that begins with this line. _Undecided."""
+def _kind_of(line: str, file: TextIO) -> tuple[_Reader, set[str]]:
+    """Returns what reads a file that begins with this line, and the names in its beginning. _Undecided."""
     begins = line.lstrip()[:1]
     if begins == "[":
-        return _sharegpt
+        return _sharegpt, set()
     if begins == "{":
         names = {*_object(line, file)}
         file.seek(0)
         if {"input_lens", "output_lens"} <= names:
-            return _vllm
+            return _vllm, names
         if {"timestamp", "input_length", "output_length"} <= names:
-            return _bailian if "chat_id" in names else _mooncake
+            return _bailian if "chat_id" in names else _mooncake, names
     else:
         names = {name.strip() for name in next(csv.reader([line]), [])}
         for known, kind in _TABLES:
             if known <= names:
-                return kind
+                return kind, names
     raise _Undecided(f"no trace of requests begins with {line[:80]!r}: `load --help` has the formats")
 
 
@@ -139,6 +143,19 @@ def _object(line: str, file: TextIO) -> Mapping[str, Any]:
     except json.JSONDecodeError:
         made = json.load(file)
     return made if isinstance(made, dict) else {}
+
+
+def _refuse_unused(kind: _Reader, names: set[str], options: TraceOptions) -> None:
+    """Refuses what is said of a file that has no such thing, or says it itself. _Undecided."""
+    timed = kind in (*_CLOCKED, _azure) or "start_times" in names
+    if options.time_unit is not None and kind not in _CLOCKED:
+        dated = "stamps with dates" if kind is _azure else "start_times, in seconds"
+        why = f"its times are {dated}" if timed else "it has no times (--rate says how many requests come a second)"
+        raise _Undecided(f"{why}: leave --time-unit out")
+    if options.rate is not None and timed:
+        raise _Undecided("its requests have times: leave --rate out, and make them come faster with --scale")
+    if options.block_tokens is not None and "hash_ids" not in names:
+        raise _Undecided("its prompts have no blocks (hash_ids): leave --block-tokens out")
 
 
 def _check_rate(arrivals: Sequence[RecordedArrival]) -> None:

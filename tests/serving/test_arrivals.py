@@ -106,6 +106,34 @@ def test_a_trace_that_contradicts_itself_is_refused(text: str, options: TraceOpt
         read(tmp_path / "trace", options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("azure 2023", TraceOptions(time_unit=1e-3), "stamps with dates: leave --time-unit out"),
+        ("vllm's detailed results", TraceOptions(time_unit=1e-3), "start_times, in seconds: leave --time-unit out"),
+        ("vllm's, all at once", TraceOptions(time_unit=1.0), "no times .--rate .*: leave --time-unit out"),
+        ("vllm's detailed results", TraceOptions(rate=2.0), "leave --rate out, .* --scale"),
+        ("bailian", TraceOptions(rate=2.0), "leave --rate out, .* --scale"),
+        (
+            "azure 2024, a stamp of whole seconds",
+            TraceOptions(block_tokens=16),
+            "no blocks .*: leave --block-tokens out",
+        ),
+        ("burstgpt, with one that failed", TraceOptions(block_tokens=16), "leave --block-tokens out"),
+        ("vllm's, all at once", TraceOptions(block_tokens=512), "leave --block-tokens out"),
+    ],
+)
+def test_an_option_without_effect_is_refused_by_name(
+    kind: str, options: TraceOptions, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "trace").write_text(FILES[kind][0])
+    with pytest.raises(TraceError, match=why):
+        read(tmp_path / "trace", options)
+    (tmp_path / "trace").write_text(lines(3, 1000))
+    with pytest.raises(TraceError, match="--block-tokens out"):
+        read(tmp_path / "trace", TraceOptions(block_tokens=16))
+
+
 def test_units_of_times_and_sizes_of_blocks_are_as_somebody_says(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(lines(20, 0.01, hash_ids=[1, 2]))
     arrivals = read(tmp_path / "trace", TraceOptions(time_unit=1.0, block_tokens=64))
