@@ -33,7 +33,7 @@ USAGE = "usage: ballonet plan"
 GPU = {"memory": "24GiB", "bandwidth": "1TB/s", "flops": {"2": 1e14, "4": 5e13}, "link": "25GB/s"}
 KEYS = (
     "fits least_budget budget host_budget page_size context prompt batch slo slo_met exact pages host_pages interval "
-    "layers_streamed ttft_seconds tpot_seconds limit hardware changes models"
+    "layers_streamed ttft_seconds tpot_seconds limit binds hardware changes models"
 )
 
 
@@ -122,6 +122,22 @@ def test_people_read_whether_it_fits_how_fast_what_binds_and_what_helps(
     assert code == 0
     assert "It does not fit." in out
     assert "memory: it does not fit" in out
+
+
+def test_a_plan_that_fits_by_its_last_token_says_what_binds_before(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pages of the last token are fewer than the budget: activations of the prompt are what does not fit."""
+    plan = [folder, "--context", "8k", "--batch", "8", "--page-size", "2MiB", "--gpu", "h100", "--budget", "512MiB"]
+    facts = json.loads(told(capsys, *plan, "--json")[1])
+    assert (facts["fits"], facts["limit"]) == (False, "memory")
+    assert sum(facts["pages"].values()) * facts["page_size"] < facts["budget"]
+    binds = facts["binds"]
+    assert (binds["what"], binds["when"]) == ("activations", "prompt")
+    assert sum(binds["pages"].values()) * facts["page_size"] >= facts["least_budget"] > facts["budget"]
+    assert "least budget set by the prompt: activations " in " ".join(told(capsys, *plan)[1].split())
+    small = ballonet.plan(folder, context=64, gpu="h100", page_size="2MiB", budget="1GiB")
+    assert (small["fits"], small["binds"]["when"], small["binds"]["what"]) == (True, "loading", "weights")
 
 
 def test_several_models_share_the_device(folder: str) -> None:

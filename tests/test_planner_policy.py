@@ -22,7 +22,17 @@ from ballonet.offload.policy.planner.answer import (
     nearest,
 )
 from ballonet.offload.policy.planner.hardware import DEVICES, ForwardWork, by_device, interpolated, named
-from ballonet.offload.policy.planner.memory import Judged, Moment, Needs, Placed, PlanBudget, everything, least, placed
+from ballonet.offload.policy.planner.memory import (
+    Judged,
+    Moment,
+    Needs,
+    Placed,
+    PlanBudget,
+    binding,
+    everything,
+    least,
+    placed,
+)
 from ballonet.offload.policy.tuning import DEFAULT
 
 PAGE, SECONDS = 2**21, 1e-4  # bytes, seconds to copy a page
@@ -101,6 +111,17 @@ def test_the_least_budget_fits_and_one_page_less_does_not(models: list[Needs]) -
     pages = least(models, budget)
     assert placed(models, replace(budget, pages=pages)) is not None
     assert placed(models, replace(budget, pages=pages - 1)) is None
+
+
+@settings(max_examples=50)
+@given(drawn())
+def test_what_binds_needs_the_least_budget_at_once(models: list[Needs]) -> None:
+    budget = PlanBudget(0, PAGE, SECONDS)
+    fewest = replace(budget, pages=least(models, budget))
+    short = binding(models, fewest)
+    assert short.weights + short.kv + short.activations >= fewest.pages
+    assert not short.on_host
+    assert short.what in ("weights", "kv", "activations")
 
 
 @given(drawn())

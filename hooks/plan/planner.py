@@ -20,7 +20,7 @@ from ...allocator.config import Config, parse_size, parse_time
 from ...allocator.errors import ConfigError
 from ...allocator.units import format_size, format_time
 from ...offload.policy.planner.answer import Forecast, PlanAnswer, PlanChange, Question, answered, nearest
-from ...offload.policy.planner.memory import PlanBudget
+from ...offload.policy.planner.memory import Binding, PlanBudget
 from ..device import governors
 from ..measure.report import interval_of
 from .forward import ModelShape, shape_of
@@ -42,6 +42,13 @@ _LIMITS = {
     "compute": "compute: nothing is waited for",
     None: "not known, as nobody knows what an iteration takes",
 }
+
+_MOMENTS: Final = {
+    "loading": "loading, the room for a forward included",
+    "prompt": "the prompt",
+    "answer": "the answer",
+}
+_OWNERS: Final = {"weights": "weights", "kv": "KV", "activations": "activations"}
 
 
 def plan(
@@ -69,8 +76,10 @@ def plan(
     the operators' allocations; exact: pages of weights and KV are those of a run, to the page (policy/planner/
     memory.py, Note [What cannot be foreseen]); host_pages: {weights, kv}; interval (of every so many layers the last
     streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where not
-    known); limit ("memory", "host", "link", "compute", None); hardware: {name, source, link}; changes: the nearest that
-    would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit, layers_streamed};
+    known); limit ("memory", "host", "link", "compute", None); binds: what sets the least budget, {what ("weights",
+    "kv", "activations" or "host"), when ("loading", "prompt", "answer"), pages: those that are needed at once then};
+    hardware: {name, source, link}; changes: the nearest that would lift the limit, a list of {what, to, unit, text,
+    fits, ttft_seconds, tpot_seconds, limit, layers_streamed};
     models: of each {model, class, dtype, layers, streamed, ...}, with those of the keys above that differ by model.
     Several models run at once, and times, limit and interval are those of the slowest. ConfigError.
     """
@@ -138,6 +147,7 @@ class Planner:
             "pages": _sum(_pages(model) for model in answer.models),
             "host_pages": _sum(_host(model) for model in answer.models),
             **_told(slowest, answer),
+            "binds": _binds(answer.binding),
             "hardware": {"name": self.device.name, "source": self.speeds[0].source, "link": self.speeds[0].link},
             "changes": [self._change(change) for change in changes],
             "models": [self._model(*pair, answer) for pair in zip(self.sizings, answer.models, strict=True)],
@@ -199,6 +209,11 @@ def _told(forecast: Forecast, answer: PlanAnswer) -> Facts:
         "tpot_seconds": forecast.tpot,
         "limit": answer.limit,
     }
+
+
+def _binds(binding: Binding) -> Facts:
+    pages = {"weights": binding.weights, "kv": binding.kv, "activations": binding.activations}
+    return {"what": binding.what, "when": binding.phase.name.lower(), "pages": pages}
 
 
 def _pages(forecast: Forecast) -> dict[str, int]:
@@ -301,9 +316,18 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         )
     yield "first token", _time(facts["ttft_seconds"])
     yield "per token", _time(facts["tpot_seconds"]) + _slo(facts)
+    yield "least budget", _bound(facts["binds"], page)
     yield "limit", _LIMITS[facts["limit"]] + _of_host(facts)
     link = facts["hardware"]["link"]
     yield "times", facts["hardware"]["source"] + ("" if link is None else f", link {link / 1e9:.3g} GB/s")
+
+
+def _bound(binds: Facts, page: int) -> str:
+    """Says what sets the least budget."""
+    pages = sorted(binds["pages"].items(), key=lambda owned: -owned[1])
+    parts = ", ".join(f"{_OWNERS[owner]} {format_size(count * page)}" for owner, count in pages if count)
+    which = "host memory, which lacks room for what leaves" if binds["what"] == "host" else _MOMENTS[binds["when"]]
+    return f"set by {which}: {parts} at once"
 
 
 def _size(pages: int, page: int) -> str:

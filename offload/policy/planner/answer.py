@@ -22,7 +22,7 @@ from typing import Literal
 from ..kv_pages import LayerReads, Way, choose
 from ..plan import Costs, Plan
 from ..tuning import DEFAULT, Planning, Tuning
-from .memory import Moment, Needs, Placed, PlanBudget, everything, least, placed
+from .memory import Binding, Moment, Needs, Placed, PlanBudget, binding, everything, least, placed
 
 Limit = Literal["memory", "host", "link", "compute"]
 
@@ -48,12 +48,13 @@ class Forecast:
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
     """`models`: in the order of the question; `least`: pages of the smallest budget that fits; `all`: pages with which
-    nothing streams; `limit`: see Note [What binds], None where no times are known."""
+    nothing streams; `binding`: what sets `least`; `limit`: see Note [What binds], None where no times are known."""
 
     fits: bool
     models: Sequence[Forecast]
     least: int
     all: int
+    binding: Binding
     limit: Limit | None
     slo: float | None = None
     met: bool | None = None
@@ -68,15 +69,16 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
     """Returns the answer for models under the budget, once they have generated so many `tokens`."""
     places = placed(models, budget, tuning)
     fewest, whole = least(models, budget, tuning), everything(models)
+    short = binding(models, replace(budget, pages=fewest), tuning)
     if places is None:
         lacking = [Forecast(model, None, model.weights, sum(model.last.kv), model.last.activations) for model in models]
-        short = placed(models, replace(budget, host=None), tuning) is not None
+        hosted = placed(models, replace(budget, host=None), tuning) is not None
         met = None if budget.slo is None else False
-        return PlanAnswer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
+        return PlanAnswer(False, lacking, fewest, whole, short, "host" if hosted else "memory", budget.slo, met)
     forecasts = _forecasts(models, places, budget, tuning)
     if tokens * max(forecast.tpot or 0.0 for forecast in forecasts) > tuning.pages.dwell:
         forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or places, budget, tuning)
-    answer = PlanAnswer(True, forecasts, fewest, whole, None, budget.slo)
+    answer = PlanAnswer(True, forecasts, fewest, whole, short, None, budget.slo)
     tpot, waits = answer.slowest.tpot, answer.slowest.waits
     if tpot is None:
         return answer

@@ -23,7 +23,7 @@ Note [What cannot be foreseen]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
@@ -37,10 +37,11 @@ from ..tuning import DEFAULT, Tuning, WeightPlans
 
 
 class Phase(Enum):
-    """The phase of a model: the prompt, or an answer to it."""
+    """The phase of a model: its weights are moved in; the prompt; an answer to it."""
 
-    PROMPT = 0
-    ANSWER = 1
+    LOADING = 0
+    PROMPT = 1
+    ANSWER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,24 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Binding:
+    """The moment that sets the least budget. `weights`, `kv`, `activations`: device pages of all models that it needs
+    at once, when all has left that may; `on_host`: with less on the device the host would lack room."""
+
+    phase: Phase
+    weights: int
+    kv: int
+    activations: int
+    on_host: bool = False
+
+    @property
+    def what(self) -> str:
+        """What has the most pages then: "weights", "kv" or "activations"; or "host"."""
+        pages = {"activations": self.activations, "kv": self.kv, "weights": self.weights}
+        return "host" if self.on_host else max(pages, key=lambda owner: pages[owner])
+
+
+@dataclass(frozen=True, slots=True)
 class PlanBudget:
     """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where not known; `slo`:
     seconds that a decode step may take; `host`: host pages for what leaves, None where not known; `copying`: seconds
@@ -176,13 +195,8 @@ def _followed(
 ) -> list[Placed] | None:
     """Follows a run from the plans that `manage()` leaves; None where something finds no room. `least`: operators have
     as few pages as they may; `slower`: times that decode steps take longer than is known."""
-    begun = [
-        _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
-    ]
-    if budget.slo is not None:
-        begun = _by_slo(models, begun, budget, tuning.weights.link_parts)
-    running = [_Running(needs, model, tuning.weights, slower) for needs, model in zip(models, begun, strict=True)]
-    run = _Run(running, budget, tuning, least)
+    run = _begun(models, managed, budget, tuning, least, slower)
+    running, begun = run.models, [state.model for state in run.models]
     if not run.prompt():
         return None
     early = [state.away for state in running]
@@ -198,6 +212,24 @@ def _followed(
         Placed(state.model.plan, state.needs.beside + state.model.plan.device_pages, state.away, first)
         for state, first in zip(running, early, strict=True)
     ]
+
+
+def _begun(
+    models: Sequence[Needs],
+    managed: Sequence[Plan],
+    budget: PlanBudget,
+    tuning: Tuning,
+    least: bool = False,
+    slower: float = 1.0,
+) -> _Run:
+    """Returns a run at its beginning, see `_followed`."""
+    begun = [
+        _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
+    ]
+    if budget.slo is not None:
+        begun = _by_slo(models, begun, budget, tuning.weights.link_parts)
+    running = [_Running(needs, model, tuning.weights, slower) for needs, model in zip(models, begun, strict=True)]
+    return _Run(running, budget, tuning, least)
 
 
 @dataclass(slots=True)
@@ -238,51 +270,53 @@ class _Running:
 
 
 class _Run:
-    """Models that run under a budget. `least`: operators have as few pages as they may."""
+    """Models that run under a budget. `least`: operators have as few pages as they may; `short`: the moment that found
+    no room."""
 
     def __init__(self, models: Sequence[_Running], budget: PlanBudget, tuning: Tuning, least: bool) -> None:
-        self._models = models
+        self.models = models
+        self.short: Binding | None = None
         self._budget = budget
         self._tuning = tuning
         self._least = least
 
     def prompt(self) -> bool:
         """Follows the prompts. Is there room for all?"""
-        mapped = [0] * len(self._models)  # pages that operators had so far, as the heap keeps them
-        for model in self._models:
+        mapped = [0] * len(self.models)  # pages that operators had so far, as the heap keeps them
+        for model in self.models:
             model.listed = 0 if model.needs.stages else model.needs.prompt.movable  # where all is one moment
         stages = self._moments(Phase.PROMPT)
         for before, now in pairwise([stages[0], *stages]):
-            kv = [sum(moment.kv) for moment in now]
-            held = [min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True)]
-            if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
-                for state, was in zip(self._models, before, strict=True):
+            kv = sum(sum(moment.kv) for moment in now)
+            held = sum(min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True))
+            if not self._room(kv, held, Phase.PROMPT):
+                for state, was in zip(self.models, before, strict=True):
                     state.listed = was.movable  # a failed mapping of KV has all of it listed (hooks/kv/pages.py)
-                if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
+                if not self._room(kv, held, Phase.PROMPT):
                     return False
-            self._tell(now, sum(kv) + sum(mapped))
+            self._tell(now, kv + sum(mapped))
             mapped = [max(most, self._of(at)) for most, at in zip(mapped, now, strict=True)]
-            if not self._room((sum(at.kv) + self._of(at) for at in now), Phase.PROMPT):
+            if not self._room(kv, sum(map(self._of, now)), Phase.PROMPT):
                 return False
         self._arrange()
         return True
 
     def answer(self) -> bool:
         """Follows the answers to the last token. Is there room for all?"""
-        last = (model.needs.last for model in self._models)
+        last = (model.needs.last for model in self.models)
         if self._held + sum(sum(at.kv) + self._of(at) for at in last) <= self._budget.pages:
             return True  # as caches only grow
         for now in self._moments(Phase.ANSWER):
-            for state, at in zip(self._models, now, strict=True):
+            for state, at in zip(self.models, now, strict=True):
                 state.listed = at.movable
-            if not self._room((sum(at.kv) + self._of(at) for at in now), Phase.ANSWER):
+            if not self._room(sum(sum(at.kv) for at in now), sum(map(self._of, now)), Phase.ANSWER):
                 return False
             self._arrange()
         return True
 
     def _moments(self, phase: Phase) -> list[list[Moment]]:
         """Returns the moments of all models together: one that has fewer stays at its last."""
-        moments = [model.needs.moments(phase) for model in self._models]
+        moments = [model.needs.moments(phase) for model in self.models]
         return [[those[min(step, len(those) - 1)] for those in moments] for step in range(max(map(len, moments)))]
 
     def _of(self, moment: Moment) -> int:
@@ -292,24 +326,28 @@ class _Run:
         """Lists pages that are full by now, where pages are short, as governor/kv_tier.py does."""
         total = self._budget.pages
         if scarce(max(0, total - used - self._held), total, self._tuning.pages):
-            for model, at in zip(self._models, now, strict=True):
+            for model, at in zip(self.models, now, strict=True):
                 if worth_telling(at.movable - model.listed, total, self._tuning.kv_growth):
                     model.listed = at.movable
 
     @property
     def _held(self) -> int:
-        return sum(model.held - model.away for model in self._models)
+        return sum(model.held - model.away for model in self.models)
 
-    def _room(self, pages: Iterable[int], phase: Phase) -> bool:
-        """Takes what is lacking for so many pages of each model's KV and operators; all of it, or nothing."""
-        lack = self._held + sum(pages) - self._budget.pages
+    def _room(self, kv: int, activations: int, phase: Phase) -> bool:
+        """Takes what is lacking for so many pages of KV and of operators, of all models; all of it, or nothing."""
+        lack = self._held + kv + activations - self._budget.pages
         if lack <= 0:
             return True
         offered = self._offered(phase)
         if sum(candidate.pages for candidate in offered) < lack:
+            gone = sum(candidate.pages for candidate in offered if candidate.rung is Rung.RUNNING_KV)
+            layers = sum(candidate.pages for candidate in offered) - gone
+            gone += sum(state.away for state in self.models)
+            self.short = Binding(phase, sum(state.held for state in self.models) - layers, kv - gone, activations)
             return False
         for candidate in offered:
-            state = self._models[candidate.client]
+            state = self.models[candidate.client]
             if candidate.rung is Rung.RUNNING_KV:
                 state.away += min(lack, candidate.pages)
             else:
@@ -321,18 +359,18 @@ class _Run:
 
     def _offered(self, phase: Phase) -> list[Candidate]:
         """Returns what the ladder takes, in its order."""
-        models = [state.stands(phase, self._budget) for state in self._models]
-        gone = {state.model.name: {*state.model.plan.streamed, *state.taken} for state in self._models}
-        numbers = {state.model.name: number for number, state in enumerate(self._models)}
+        models = [state.stands(phase, self._budget) for state in self.models]
+        gone = {state.model.name: {*state.model.plan.streamed, *state.taken} for state in self.models}
+        numbers = {state.model.name: number for number, state in enumerate(self.models)}
         candidates = [of_layer(rung, model, layer, numbers[model.name]) for rung, model, layer in by_rung(models, gone)]
-        for number, giver in enumerate(self._models):
+        for number, giver in enumerate(self.models):
             if (pages := giver.listed - giver.away) > 0:
                 candidates.append(Candidate(Rung.RUNNING_KV, number, 0, pages, recency=float(number)))
         return ordered(candidates)
 
     def _arrange(self) -> None:
         """Arranges what was taken, before the next forward."""
-        for model in self._models:
+        for model in self.models:
             if model.taken:
                 model.model = model.stands(Phase.ANSWER, self._budget)
                 model.taken = set()
@@ -356,6 +394,24 @@ def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT)
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def binding(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> Binding:
+    """Returns what finds no room with a page less than `budget`, the least that fits."""
+    within = replace(budget, pages=budget.pages - 1)
+    managed = _managed(models, within, tuning.weights)
+    if managed is None:
+        smallest = Fewest(slots=tuning.weights.slots).smallest
+        weights = sum(needs.beside + smallest(needs.layers) for needs in models)
+        return Binding(Phase.LOADING, weights, 0, max(needs.working for needs in models))
+    run = _begun(models, managed, within, tuning)
+    if run.prompt() and run.answer():
+        last = [needs.last for needs in models]
+        kv, held = (sum(count) for count in zip(*((sum(at.kv), at.activations) for at in last), strict=True))
+        away = sum(state.away for state in run.models)
+        return Binding(Phase.ANSWER, sum(state.held for state in run.models), kv - away, held, on_host=True)
+    assert run.short is not None
+    return run.short
 
 
 def everything(models: Sequence[Needs]) -> int:
