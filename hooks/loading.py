@@ -16,20 +16,21 @@ Note [Loaded on the device]
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 
-from ..allocator import devices, install
-from ..allocator.errors import ManageError
-from ..allocator.units import progress
+from ..allocator import devices, install, ram
+from ..allocator.errors import BallonetError, ConfigError, ManageError
+from ..allocator.units import format_size, progress
 from ..offload.timeline.recorder import mark
 from . import compat
 from .device.streams import torch_device
 from .manage import managed
 from .options import ManageOptions, given
 from .weights.files import file_spans
-from .weights.model_parts import members
+from .weights.model_parts import bytes_of_weights, members
 from .weights.moving import bring
 
 # Options of transformers that place or divide a model, as ballonet does itself
@@ -39,6 +40,7 @@ _PLACING: Final = (
 )  # fmt: skip
 _WHEREVER: Final = ("auto", "balanced", "balanced_low_0", "sequential")  # values of device_map
 _KERNELS: Final = ("use_kernels", "kernel_config")
+_WEIGHTS: Final = ("*.safetensors*", "pytorch_model*.bin*", "*.gguf")  # files that hold or list weights
 
 
 def from_pretrained(
@@ -99,6 +101,44 @@ def from_pretrained(
         managed(model, chosen, files=files, progress=arrived)
     bring(tensors, device)
     return loaded
+
+
+def load_or_draw(name: str, **options: Any) -> Any:
+    """Loads a model as `from_pretrained`, for what it takes and not for what it says: where a folder has a
+    configuration alone, its weights are random. ConfigError where it is no model that can be loaded; the errors of
+    `from_pretrained`."""
+    try:
+        return from_pretrained(name, cls=None if has_weights(name) else DrawnWeights, dtype="auto", **options)
+    except BallonetError:
+        raise
+    except (OSError, ValueError) as error:  # transformers' errors for a name that is no model
+        raise ConfigError(f"{name!r} is no model that can be loaded: {' '.join(str(error).split())}") from error
+
+
+def has_weights(name: str) -> bool:
+    """Returns whether a model has weights, as far as is known: not a folder with a configuration alone."""
+    folder = Path(name)
+    return not (folder / "config.json").is_file() or any(path for kind in _WEIGHTS for path in folder.glob(kind))
+
+
+class DrawnWeights:
+    """Takes the place of a class of transformers for folders that have no weights: draws them at random."""
+
+    @staticmethod
+    def from_pretrained(name: str, **_: Any) -> Any:
+        """Returns a model with that configuration. ManageError where it is quantized or memory is lacking."""
+        from transformers import AutoModelForCausalLM
+
+        config = compat.load_config(name)
+        if compat.quantization(config, {}):
+            raise ManageError(f"{name} is quantized and has no weights: give the model that it was made of")
+        layers, rest = bytes_of_weights(config)
+        if (nbytes := sum(layers) + rest) > ram.available():
+            raise ManageError(
+                f"{name} has no weights, and to draw them takes {format_size(nbytes)} of memory, of which "
+                f"{format_size(ram.available())} are free: give a folder with weights, which may stay in their files"
+            )
+        return AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32).eval()
 
 
 def _is_device(device_map: Any, device: torch.device) -> bool:

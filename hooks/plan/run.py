@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, Final, Literal
 
 import torch
@@ -42,8 +43,11 @@ from ...allocator.units import format_size
 from ...offload.policy.step_costs import NOTHING, Parts, RequestSLO
 from ...offload.policy.tuning import DEFAULT, Tuning
 from ..batching import seams
+from ..batching.scheduler import ElasticScheduler
+from ..compat import longest_sequence
 from ..device import governors
-from ..manage import managed
+from ..loading import load_or_draw
+from ..manage import manage, managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..server.arrivals import RecordedArrival
@@ -128,36 +132,19 @@ def default(models: int) -> tuple[str, ...]:
 def measure_steps(
     name: str,
     arrivals: Sequence[RecordedArrival],
-    budget: int,
-    host_budget: int,
-    page_size: int,
     batching: dict[str, Any],
+    note: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Parts, float]:
-    """Loads a model, answers a few requests like `arrivals` in batches as large as memory allows, and returns (costs of
-    steps, median relative error). ManageError where too few steps ran; OSError, torch.OutOfMemoryError."""
-    from transformers import AutoModelForCausalLM
-
-    tuning = DEFAULT.serving
-    install.install(budget, page_size=page_size, host_budget=host_budget)
+    """Loads a model, on this machine and with the memory that it has, answers a few requests like `arrivals` in batches
+    as large as memory allows, and returns (costs of steps, median relative error). A model without weights gets random
+    ones. `note`: called now and then with tokens that have been computed, and all of them. ManageError where too few
+    steps ran; the errors of `load_or_draw`."""
+    install.install()
     try:
-        ordinal, kind = devices.require().ordinal, devices.require().kind
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        model = model.to(f"cuda:{ordinal}" if kind == "cuda" else "cpu").eval()
-        handle = managed(model, ManageOptions(batches="full"))
+        model: Any = load_or_draw(name, batches="full")
+        handle = manage(model)
         try:
-            draw = random.Random(0)
-            highest = model.config.get_text_config().vocab_size
-            settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-            with model.continuous_batching_context_manager(
-                generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**batching)
-            ) as manager:
-                asked = arrivals[: tuning.sample]
-                for arrival in asked:
-                    prompt = [draw.randrange(highest) for _ in range(min(arrival.prompt, tuning.prompt))]
-                    manager.add_request(prompt, max_new_tokens=draw.randint(2, tuning.answer))
-                done = 0
-                while done < len(asked) and manager.is_running():
-                    done += manager.get_result(timeout=1) is not None
+            why = _answer(model, arrivals, batching, note)
             batched = seams.batched(model)
             parts, error = (None, None) if batched is None else (batched.costs.parts, batched.costs.error)
         finally:
@@ -165,8 +152,44 @@ def measure_steps(
     finally:
         install.restore()
     if parts is None or error is None:
-        raise ManageError(f"{name}: too few steps ran to say what they take: give more requests, or --costs FILE")
+        raise ManageError(
+            f"{name}: too few steps ran to say what they take{f' ({why})' if why else ''}: give this machine more "
+            "memory for it (BALLONET_BUDGET), or --costs FILE"
+        )
     return parts, error
+
+
+def _answer(
+    model: Any, arrivals: Sequence[RecordedArrival], batching: dict[str, Any], note: Callable[[int, int], None]
+) -> str:
+    """Answers requests of random tokens, like those given and as long as the model and the memory can do. Returns why
+    the last one that failed did so. ManageError where not one token can be answered."""
+    tuning, draw, why = DEFAULT.serving, random.Random(0), ""
+    highest = model.config.get_text_config().vocab_size
+    settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    longest = longest_sequence(model.config) or tuning.prompt + tuning.answer
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**batching)
+    ) as manager:
+        scheduler: ElasticScheduler = manager.batch_processor.scheduler
+        left: dict[str, int] = {}
+        for arrival in islice(cycle(arrivals), tuning.sample):
+            new = draw.randint(2, max(2, min(tuning.answer, longest // 2)))
+            prompt = max(1, min(arrival.prompt, tuning.prompt, longest - new))
+            while (refusal := scheduler.memory.refusal("a request", prompt, new)) is not None:
+                if prompt == 1:
+                    raise refusal
+                prompt //= 2
+            tokens = [draw.randrange(highest) for _ in range(prompt)]
+            left[manager.add_request(tokens, max_new_tokens=new)] = prompt + new
+        total = sum(left.values())
+        while left and manager.is_running():
+            if (result := manager.get_result(timeout=1)) is not None:
+                left.pop(result.request_id, None)
+                why = result.error or why
+            running = sum(state.current_len() for state in list(scheduler.active_requests.values()))
+            note(min(total, total - sum(left.values()) + running), total)
+    return why
 
 
 def run(

@@ -11,11 +11,11 @@ from typing import Any, get_args
 from torch import nn
 
 from ...allocator import devices, install
-from ...allocator.errors import ConfigError, ManageError
+from ...allocator.errors import ManageError
 from ...offload.policy.plan import Costs, meeting
 from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
-from ..loading import from_pretrained
+from ..loading import has_weights, load_or_draw
 from ..manage import manage
 from ..managed import pace_of
 from ..profile import Grid, load_or_measure
@@ -34,18 +34,18 @@ def gather(
     force: bool = False,
 ) -> Facts:
     """Returns plain values, ready for JSON. `name`: a folder or a name on the hub. SLOs in seconds. ConfigError, and
-    the errors of `ballonet.from_pretrained` and `load_or_measure`.
+    the errors of `load_or_draw` and `load_or_measure`.
 
-    Keys: model (its class), key (of the record), file, reused (whether nothing had to be measured), bandwidth (bytes
-    per second), page_size, layers (pages of each), streamed (the layers that did not fit), points: a list of
-    {phase, batch, length, seconds, ratio (time to copy the mean layer over its time to compute), hidden (the smallest
-    interval that adds no more than 3 %; the number of layers + 1: none does)}, left: a list of {batch, length, why},
-    slos: a list of {phase, slo, listed (the multiple of 2 ms below it), intervals: [[batch, length, the smallest that
-    meets it, or None]]}.
+    Keys: model (its class), drawn (whether its weights are random, as it has none), key (of the record), file,
+    reused (whether nothing had to be measured), bandwidth (bytes per second), page_size, layers (pages of each),
+    streamed (the layers that did not fit), points: a list of {phase, batch, length, seconds, ratio (time to copy
+    the mean layer over its time to compute), hidden (the smallest interval that adds no more than 3 %; the number
+    of layers + 1: none does)}, left: a list of {batch, length, why}, slos: a list of {phase, slo, listed (the
+    multiple of 2 ms below it), intervals: [[batch, length, the smallest that meets it, or None]]}.
     """
     if devices.current() is None:
         install.install(budget)
-    model = _loaded(name)
+    model = load_or_draw(name)
     managed, device = manage(model), devices.require()
     streamed = managed.report().streamed
     profile = load_or_measure(model, pace_of(managed), device, grid, force=force)
@@ -54,6 +54,7 @@ def gather(
     pages, timed = layer_pages(model, page), {"prefill": "prefill", "decode": record.decoding}
     return {
         "model": type(model).__name__,
+        "drawn": not has_weights(name),
         "key": dict(record.key),
         "file": str(profile.path),
         "reused": profile.reused,
@@ -84,6 +85,8 @@ def show(facts: Facts) -> None:
     console = Console(highlight=False)
     key, layers = facts["key"], len(facts["layers"])
     console.print(f"{facts['model']}, {key['size']} in {layers} decoder layers, on {key['device']}")
+    if facts["drawn"]:
+        console.print("weights: drawn at random, as there are none")
     console.print(f"link: {facts['bandwidth'] / 1e9:.3g} GB/s ({key['link']})")
     for phase in get_args(Phase):
         rows = [fact for fact in facts["points"] if fact["phase"] == phase]
@@ -117,13 +120,6 @@ def layer_pages(model: nn.Module, page_size: int) -> tuple[int, ...]:
         nbytes = {id(tensor): tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers())}
         sizes.append(-(-sum(nbytes.values()) // page_size))
     return tuple(sizes)
-
-
-def _loaded(name: str) -> Any:
-    try:
-        return from_pretrained(name, dtype="auto")
-    except (OSError, ValueError) as error:  # transformers' errors for a name that is no model
-        raise ConfigError(f"{name!r} is no model that can be loaded: {' '.join(str(error).split())}") from error
 
 
 def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Facts]:

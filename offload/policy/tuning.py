@@ -407,6 +407,7 @@ class Serving:
     sample: int = 24
     prompt: int = 512
     answer: int = 48
+    told: float = 5.0  # s, between two lines about how far that is
     # What steps took (step_costs.py): so many of each size are remembered, and after so many new ones the parts are
     # worked out anew, 3 ms of numpy. A smaller batch must be so much faster: less is noise here. Chosen.
     remembered: int = 4

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,8 @@ from transformers import LlamaConfig
 from ballonet.__main__ import main
 from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
+from ballonet.cli import arguments
+from ballonet.hooks import loading
 from ballonet.hooks.device import governors
 from ballonet.hooks.plan.machine import Decision, Machine, MachineSizes, Tenant, dealt
 from ballonet.hooks.plan.run import POLICIES, default, named, run
@@ -232,6 +238,31 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     costs.write_text('{"fixed": 1}')
     assert main(command) != 0
     assert "is no cost model" in capsys.readouterr().err
+
+
+def test_a_configuration_alone_is_measured_with_random_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace is one request of somebody else's service, which has more tokens than the model, or the simulated
+    budget, has room for: what is measured is as long as the model can be."""
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    trace, costs, model = tmp_path / "trace.csv", tmp_path / "costs.json", Path(saved(tmp_path / "model", 2))
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n60000,4")
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 96}))
+    command = ["whatif", str(trace), "--model", str(model), "--budget", "4MiB", "--page-size", "64KiB"]
+    monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 10.0))))
+    main([*command, "--costs", str(costs), "--policy", "fast"])
+    said = capsys.readouterr().err
+    assert "on this machine, with random weights, as it has none" in said
+    assert re.search(r"measuring \S+: [0-9]+%, about [0-9]+ s left", said)
+    assert asdict(Parts(**json.loads(costs.read_text()))).keys() >= {"fixed", "row", "key", "pair"}
+    monkeypatch.setattr(loading, "bytes_of_weights", lambda config: ((2**60,), 0))
+    costs.unlink()
+    assert main([*command, "--costs", str(costs)]) != 0
+    assert "to draw them takes" in capsys.readouterr().err
 
 
 def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -152,6 +153,25 @@ def noting(requests: int) -> Callable[[int], None]:
     def note(done: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {requests} requests", end="\n" if done == requests else "", file=sys.stderr)
+
+    return note
+
+
+def estimating(what: str) -> Callable[[int, int], None]:
+    """Returns what says on stderr, each few seconds, how much of a whole is done and about how long the rest takes."""
+    from ..offload.policy.tuning import DEFAULT
+
+    began: float | None = None
+    told = 0.0
+
+    def note(done: int, whole: int) -> None:
+        nonlocal began, told
+        now = time.monotonic()
+        if began is None:
+            began = told = now
+        elif done and now - told >= DEFAULT.serving.told:
+            told = now
+            say(f"{what}: {done / whole:.0%}, about {(now - began) * (whole - done) / done:.0f} s left")
 
     return note
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..allocator.config import parse_host_budget, parse_size
 from ..allocator.errors import BallonetError, ConfigError, ManageError, PoolExhausted
 from . import arguments
-from .arguments import noting, say, tell
+from .arguments import estimating, noting, say, tell
 
 
 def add_plan(commands: Any) -> None:
@@ -113,7 +113,7 @@ def add_whatif(commands: Any) -> None:
         "trace", metavar="TRACE", type=Path, nargs="+", help="a file of requests, as for `load`, or one for each model"
     )
     parser.add_argument(
-        "--model", required=True, action="append", help="a folder or a name: its configuration, no weights; repeat it"
+        "--model", required=True, action="append", help="a folder or a name; its configuration is enough; repeat it"
     )
     parser.add_argument(
         "--turns", metavar="TIME", type=arguments.seconds, help="requests go to one model for so long, then to the next"
@@ -129,7 +129,7 @@ def add_whatif(commands: Any) -> None:
         type=Path,
         action="append",
         help="what steps take, as JSON, of each model or of all; where there is no such file the model is measured "
-        "and it is written",
+        "on this machine, with random weights if it has none, and it is written",
     )
     parser.add_argument("--budget", required=True, metavar="SIZE", help="device memory, weights included")
     parser.add_argument("--host-budget", default="1GiB", metavar="SIZE", help="host memory (default: %(default)s)")
@@ -221,8 +221,7 @@ def _chunk_cost(args: argparse.Namespace, arrivals: Any) -> Any:
 
     path = None if args.costs is None else args.costs[0]
     if path is None or not path.exists():
-        sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "page_size")}
-        return of_parts(_costs(args, 0, arrivals, {**sizes, "host_budget": parse_host_budget(args.host_budget)}, {}))
+        return of_parts(_costs(args, 0, arrivals, {}))
     cost, fitted = read_costs(path)
     if fitted is not None:
         say(f"fitted {asdict(cost)}; batches that were held out differ by {fitted.error:.1%} on average")
@@ -250,7 +249,7 @@ def _pages(args: argparse.Namespace) -> None:
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}
     dealt = _arrivals(args, len(models))
-    costs = [_costs(args, n, dealt[n], sizes, batching) for n in range(len(models))]
+    costs = [_costs(args, n, dealt[n], batching) for n in range(len(models))]
     named_apart = [name if models.count(name) == 1 else f"{name} ({n + 1})" for n, name in enumerate(models)]
     tenants = [Tenant(*parts) for parts in zip(named_apart, map(_config, models), costs, dealt, strict=True)]
     checked(tenants, machine)
@@ -293,8 +292,9 @@ def _config(name: str) -> Any:
         raise ManageError(f"{name} has no configuration that transformers can read: {error}") from None
 
 
-def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str, int], batching: Any) -> Any:
-    """What steps of a model take: from its file, or measured and written there."""
+def _costs(args: argparse.Namespace, number: int, arrivals: Any, batching: Any) -> Any:
+    """What steps of a model take: from its file, or measured on this machine and written there."""
+    from ..hooks.loading import has_weights
     from ..hooks.plan.machine import costs_of
     from ..hooks.plan.run import measure_steps
 
@@ -303,8 +303,8 @@ def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str
     path = None if args.costs is None else args.costs[min(number, len(args.costs) - 1)]
     if path is not None and path.exists():
         return costs_of(path)
-    say(f"measuring {name}")
-    costs, wrong = measure_steps(name, arrivals, batching=batching, **sizes)
+    say(f"measuring {name} on this machine" + ("" if has_weights(name) else ", with random weights, as it has none"))
+    costs, wrong = measure_steps(name, arrivals, batching, estimating(f"measuring {name}"))
     say(f"a step takes {asdict(costs)} seconds; half of those measured are within {wrong:.1%} of that")
     if path is not None:
         path.write_text(json.dumps(asdict(costs)) + "\n")
