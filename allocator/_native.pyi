@@ -59,7 +59,10 @@ class Device:
         spill: bool = False,
         host_pages: bool = True,
         faults: list[tuple[str, int]] = ...,
-    ) -> None: ...
+        unbacked: int = 0,
+    ) -> None:
+        """`unbacked`: bytes of a stand-in whose device pages take no memory before they are written to; 0: all the
+        memory of this machine, which its pages take at once."""
     @property
     def kind(self) -> Literal["cuda", "standin"]: ...
     @property
@@ -451,9 +454,10 @@ def entry_points() -> dict[str, int]:
     """Addresses of the functions that torch's pluggable allocator calls: alloc, segment, free, record_stream, trim,
     begin_pool, end_pool, release_pool, memory_fraction and base_allocation."""
 
-def replay(device: Device, ops: bytes) -> dict[str, int | float]:
+def replay(device: Device, ops: bytes, parts: int = 1) -> dict[str, Any]:
     """Runs a packed trace. Rows are little-endian (op: u8, pad: 7, id: u64, size: u64, stream: u64); op 1 = alloc, 2
     = free.
 
-    Returns peak_live, peak_physical, driver_calls, ns_per_op, ops.
+    Returns peak_live, peak_physical, driver_calls, ns_per_op, ops; physical: the most bytes that existed in each of
+    `parts` equal parts of the operations, fewer where there are fewer of these.
     """

@@ -27,6 +27,15 @@ HOST_OF_AVAILABLE: Final = 2
 PEER_OF_DEVICE: Final = 2
 PEER_OF_BUDGET: Final = 4
 PEER_OF_ALL: Final = 8
+# A replayed trace (replay.py) may take so many times its own peak, and pages beside that: the heap makes pages beyond
+# its peak, up to as many again (heap_pages.h, Note [Growing]). Parts of its operations of which the peaks are known,
+# each a point of a picture. Chosen.
+REPLAY_ROOM: Final = 2
+REPLAY_PAGES: Final = 64
+REPLAY_PARTS: Final = 600
+# Calls of the driver for each operation of a trace, above which larger pages are advised: a call takes 10 to 20 times
+# what an allocation without one does (device_choice.py, Note [Page size]). Chosen.
+REPLAY_CALLS: Final = 0.5
 # Events that are kept; all are counted. Chosen.
 EVENTS: Final = 1 << 14
 # Seconds between looks whether more may leave the device, while a lower budget waits. Chosen.

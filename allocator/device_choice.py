@@ -95,6 +95,20 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
     return opened(config, choose(config, torch_has_cuda), spill)
 
 
+def open_unbacked(config: Config, page: int, budget: int) -> _native.Device:
+    """Opens a stand-in of so many bytes whose pages take no memory, as nobody reads or writes them. DriverError."""
+    return _native.Device(
+        library=standin_library(),
+        ordinal=0,
+        page_size=page,
+        budget=budget,
+        host_budget=0,
+        host_pages=False,
+        faults=list(config.faults),
+        unbacked=budget,
+    )
+
+
 def opened(config: Config, target: Target, spill: bool) -> _native.Device:
     """Opens the device, as `open_device`; warns where it has no host pages, or no peer."""
     config = findings.applied(config, target.facts)

@@ -103,7 +103,10 @@ COMMANDS = [
 ]
 PRINTS = {  # command -> arguments, and lines of its table, spaces left out
     "budget": (["7"], ["budget8MiB in pages of 64KiB", "weights100 pages (6.25MiB)", "on the second pool2 pages"]),
-    "replay": (["trace.csv"], ["peak of what was asked for3MiB", "operations2, "]),
+    "replay": (
+        ["trace.csv"],
+        ["2 operations", "allocated3MiB", "none: no GPU", "With ballonet it needs 8MiB in pages"],
+    ),
 }
 
 
@@ -162,7 +165,11 @@ def test_replay_and_info_import_no_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     line, table = done.stdout.split("\n", 1)
     result = json.loads(line)
-    assert set(result) == {"peak_live", "peak_physical", "driver_calls", "ns_per_op", "ops"}
+    assert {run["name"]: run["peak"] for run in result["allocators"]} == {
+        "native": None,
+        "expandable segments": None,
+        "ballonet": result["needed"],
+    }
     assert (result["peak_live"], result["ops"]) == (3145728, 2)
     assert re.search(r"device +\S+", table)
     assert re.search(r"(yes|no) +CUDA", table)
@@ -171,11 +178,33 @@ def test_replay_and_info_import_no_torch(tmp_path: Path) -> None:
 def test_replay_obeys_page_size_and_budget(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(TRACE)
     small = json.loads(warm("replay", "trace.csv", "--page-size", "64KiB", "--json", cwd=tmp_path).stdout)
-    assert small["peak_physical"] % 65536 == 0
-    assert small["peak_physical"] < 4 * 2**20
+    assert small["needed"] % 65536 == 0
+    assert small["needed"] < 4 * 2**20
     done = warm("replay", "trace.csv", "--page-size", "64KiB", "--budget", "1MiB", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("ballonet: CPU out of memory. Tried to allocate 3.00 MiB. ballonet: budget 1.00 MiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert (facts["fits"], facts["budget"], facts["needed"]) == (False, 2**20, small["needed"])
+
+
+def test_replay_draws_one_picture_and_says_which_budget_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    trace, picture = tmp_path / "trace.csv", tmp_path / "memory.svg"
+    trace.write_text(TRACE.replace("0,alloc", "0,segment_alloc,,20971520,0\n0,alloc"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    command = ["replay", str(trace), "--page-size", "64KiB"]
+    code, out, _ = told(capsys, *command, "--budget", "1MiB", "--picture", str(picture))
+    said = " ".join(out.split())
+    assert code == 0
+    assert "It does not fit into 1MiB: with ballonet it needs 3MiB in pages of 64KiB (--budget " in said
+    assert "That is 17MiB less than native had." in said
+    needed = re.search(r"--budget ([0-9]+)", said)
+    assert needed is not None
+    assert "fits into a budget of" in " ".join(told(capsys, *command, "--budget", needed[1])[1].split())
+    assert all(f"<!-- {name} -->" in picture.read_text() for name in ("allocated", "native", "ballonet"))
+    assert "expandable" not in picture.read_text()
+    assert told(capsys, *command, "--picture", "memory.gif")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,21 @@ def draw_curve(
         axes.legend()
 
 
+def draw_memory(path: str | Path, operations: int, live: Sequence[int], series: Mapping[str, Sequence[int]]) -> None:
+    """Draws what allocators had of the driver over what was allocated to `path`. Bytes in equal parts of so many
+    operations: `live`, allocated; `series`, by allocator. ConfigError."""
+    with picture(path) as axes:
+        for name, levels in (("allocated", live), *series.items()):
+            places = [operations * part / len(levels) for part in range(len(levels) + 1)]
+            sizes = [level / 2**30 for level in levels]
+            if name == "allocated":
+                axes.stairs(sizes, places, fill=True, color="#d9d9d9", label=name)
+            else:
+                axes.stairs(sizes, places, baseline=None, label=name)
+        axes.set(xlabel="operations", ylabel="GiB", title="memory of the driver's, lower is better")
+        axes.legend()
+
+
 def draw_recording(path: str | Path, recording: SeriesRecording) -> None:
     """Draws pages by owner under the line of the budget to `path`. ConfigError."""
     with picture(path) as axes:

@@ -13,7 +13,8 @@ std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std
                                     std::size_t host_budget, std::optional<int> peer, std::size_t peer_budget,
                                     std::uint64_t link_bandwidth, std::uint64_t link_latency_ns,
                                     std::uint64_t peer_bandwidth, bool spill, bool host_pages,
-                                    const std::vector<std::pair<std::string, unsigned long long>>& faults) {
+                                    const std::vector<std::pair<std::string, unsigned long long>>& faults,
+                                    std::uint64_t unbacked) {
   if (page_size == 0) throw UsageError("the page size must not be 0");
   arm_faults(faults);
   Mapper::Options options;
@@ -24,7 +25,7 @@ std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std
   options.host_budget = host_budget / page_size;
   options.peer = peer;
   options.peer_budget = peer_budget / page_size;
-  options.standin = {0, link_bandwidth, link_latency_ns, peer_bandwidth};
+  options.standin = {unbacked, link_bandwidth, link_latency_ns, peer_bandwidth, unbacked != 0};
   options.host_pages = host_pages;
   py::gil_scoped_release release;
   return ends_without_gil(std::make_shared<Device>(options, spill));
@@ -218,7 +219,7 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
            py::arg("budget"), py::arg("host_budget"), py::arg("peer") = py::none(), py::arg("peer_budget") = 0,
            py::arg("link_bandwidth") = 0, py::arg("link_latency_ns") = 0, py::arg("peer_bandwidth") = 0,
            py::arg("spill") = false, py::arg("host_pages") = true,
-           py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
+           py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{}, py::arg("unbacked") = 0)
       .def_property_readonly("kind", [](Device& d) { return d.mapper->space.driver.is_standin() ? "standin" : "cuda"; })
       .def_property_readonly("ordinal", [](Device& d) { return d.mapper->space.context.ordinal; })
       .def_property_readonly("page_size", [](Device& d) { return d.mapper->space.page_size; })

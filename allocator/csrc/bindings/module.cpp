@@ -95,16 +95,17 @@ py::dict probe(const std::string& library, int ordinal) {
   return facts;
 }
 
-py::dict replayed(Device& device, const py::bytes& ops) {
+py::dict replayed(Device& device, const py::bytes& ops, std::size_t parts) {
   const std::string_view rows = ops;
   Replayed result;
   {
     py::gil_scoped_release release;
-    result = replay(device, rows);
+    result = replay(device, rows, parts);
   }
   py::dict numbers;
   numbers["peak_live"] = result.peak_live;
   numbers["peak_physical"] = result.peak_physical;
+  numbers["physical"] = result.physical;
   numbers["driver_calls"] = result.driver_calls;
   numbers["ns_per_op"] = result.ns_per_op;
   numbers["ops"] = result.ops;
@@ -133,5 +134,5 @@ PYBIND11_MODULE(_native, module) {
     for (const auto& [name, address] : plain_entry_points()) points[name] = address;
     return points;
   });
-  module.def("replay", &replayed, py::arg("device"), py::arg("ops"));
+  module.def("replay", &replayed, py::arg("device"), py::arg("ops"), py::arg("parts") = 1);
 }

@@ -1,5 +1,6 @@
 #include "device/replay.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <numeric>
@@ -43,6 +44,14 @@ std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& pe
   return steps;
 }
 
+// The most bytes that have existed since the last call.
+std::uint64_t peak_since(Mapper& mapper) {
+  const std::lock_guard lock(mapper.space.mutex);
+  const std::uint64_t peak = mapper.space.device.book.created_peak() * mapper.space.page_size;
+  mapper.space.device.book.reset_peak();
+  return peak;
+}
+
 std::uint64_t all_driver_calls() {
   const auto calls = driver_calls();
   return std::accumulate(calls.begin(), calls.end(), std::uint64_t{0});
@@ -50,13 +59,14 @@ std::uint64_t all_driver_calls() {
 
 }  // namespace
 
-Replayed replay(Device& device, std::string_view rows) {
+Replayed replay(Device& device, std::string_view rows, std::size_t parts) {
   Replayed result{};
   std::size_t places = 0;
   const std::vector<Step> steps = parse(rows, *device.mapper, result.peak_live, places);
   std::vector<void*> blocks(places, nullptr);
-  device.mapper->reset_peak();
+  peak_since(*device.mapper);
   device.heap.reset_peaks();
+  parts = std::min(std::max<std::size_t>(parts, 1), std::max<std::size_t>(steps.size(), 1));
   const std::uint64_t calls = all_driver_calls();
   const auto begin = std::chrono::steady_clock::now();
   const auto drop_all = [&] {
@@ -65,7 +75,10 @@ Replayed replay(Device& device, std::string_view rows) {
     }
   };
   try {
-    for (const Step& step : steps) {
+    for (std::size_t at = 0; at < steps.size(); ++at) {
+      const Step& step = steps[at];
+      if (at == steps.size() * (result.physical.size() + 1) / parts)
+        result.physical.push_back(peak_since(*device.mapper));
       if (step.alloc) {
         blocks[step.place] = step.size == 0 ? nullptr : device.heap.allocate(step.size, step.stream);
       } else if (void*& block = blocks[step.place]; block != nullptr) {
@@ -82,7 +95,8 @@ Replayed replay(Device& device, std::string_view rows) {
   result.ops = steps.size();
   const double ns = std::chrono::duration<double, std::nano>(end - begin).count();
   result.ns_per_op = steps.empty() ? 0 : ns / static_cast<double>(steps.size());
-  result.peak_physical = device.mapper->numbers().created_peak * device.mapper->space.page_size;
+  result.physical.push_back(peak_since(*device.mapper));
+  result.peak_physical = *std::max_element(result.physical.begin(), result.physical.end());
   drop_all();
   return result;
 }

@@ -172,6 +172,7 @@ struct BallonetStandinConfig {
   std::uint64_t link_bandwidth;   // bytes per second of host-device copies; 0 = as fast as memory
   std::uint64_t link_latency_ns;  // added to every host-device copy; 2^64-1 = none begins before this changes
   std::uint64_t peer_bandwidth;   // bytes per second of copies between the two devices; 0 = as fast as memory
+  int unbacked;                   // 1: pages of the device take memory when they are written to, and not before
 };
 }
 // X(name, symbol, parameters...)

@@ -94,6 +94,7 @@ CUresult ballonet_standin_configure(const BallonetStandinConfig* config) {
   return enter(Needs::kNothing, "ballonet_standin_configure", [&](State& all, auto&) {
     all.memory.limits[static_cast<int>(Store::kDevice)] =
         config->device_bytes == 0 ? ram_total() : config->device_bytes;
+    all.mappings.back(Store::kDevice, config->unbacked == 0);
     all.engine.configure(config->link_bandwidth, config->link_latency_ns, config->peer_bandwidth);
     return CUresult{cuda::kSuccess};
   });

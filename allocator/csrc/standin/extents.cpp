@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -184,7 +185,7 @@ bool Extents::admits(std::uint64_t size) {
 }
 
 CUresult Extents::take(std::uint64_t size, std::uint64_t* offset) {
-  if (!admits(size)) {
+  if (backed_ && !admits(size)) {
     return refuse(cuda::kOutOfMemory, "cuMemCreate: this machine cannot spare %llu bytes of RAM (%llu available)",
                   static_cast<unsigned long long>(size), static_cast<unsigned long long>(ram_available()));
   }
@@ -193,13 +194,8 @@ CUresult Extents::take(std::uint64_t size, std::uint64_t* offset) {
   if (hole == free_.end()) return refuse(cuda::kOutOfMemory, "cuMemCreate: no offset is free");
   const std::uint64_t at = hole->first;
   const std::uint64_t left = hole->second - size;
-  const int failed = fallocate_retrying(fd_, 0, at, size);
-  if (failed != 0) {
-    fallocate_retrying(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at,
-                       size);  // what was committed before it failed
-    return refuse(cuda::kOutOfMemory, "cuMemCreate: fallocate of %llu bytes failed: %s",
-                  static_cast<unsigned long long>(size), std::strerror(failed));
-  }
+  const CUresult failed = backed_ ? commit(at, size) : extend(at + size);
+  if (failed != cuda::kSuccess) return failed;
   auto node = free_.extract(hole);  // moves the node: nothing is allocated that could fail
   if (left > 0) {
     node.key() = at + size;
@@ -208,6 +204,28 @@ CUresult Extents::take(std::uint64_t size, std::uint64_t* offset) {
   }
   taken_ += size;
   *offset = at;
+  return cuda::kSuccess;
+}
+
+CUresult Extents::commit(std::uint64_t offset, std::uint64_t size) {
+  const int failed = fallocate_retrying(fd_, 0, offset, size);
+  if (failed == 0) return cuda::kSuccess;
+  fallocate_retrying(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
+                     size);  // what was committed before it failed
+  return refuse(cuda::kOutOfMemory, "cuMemCreate: fallocate of %llu bytes failed: %s",
+                static_cast<unsigned long long>(size), std::strerror(failed));
+}
+
+// The file is only ever made longer: a write behind its end would be a signal.
+CUresult Extents::extend(std::uint64_t end) {
+  struct stat file{};
+  if (end <= extended_) return cuda::kSuccess;
+  if (::fstat(fd_, &file) != 0 ||
+      (static_cast<std::uint64_t>(file.st_size) < end && ::ftruncate(fd_, static_cast<off_t>(end)) != 0)) {
+    return refuse(cuda::kOutOfMemory, "cuMemCreate: a file of %llu bytes cannot be made: %s",
+                  static_cast<unsigned long long>(end), std::strerror(errno));
+  }
+  extended_ = end;
   return cuda::kSuccess;
 }
 

@@ -1,7 +1,8 @@
 // Physical memory of the stand-in: extents of one memfd.
 //
 // An extent is committed when it is made and punched out when it is freed, so that the blocks of the memfd are at every
-// moment the bytes that exist, and running out of memory shows as an error here and never as a signal later.
+// moment the bytes that exist, and running out of memory shows as an error here and never as a signal later. Where
+// nobody reads or writes pages it may be left out: then an extent is a piece of a sparse file.
 //
 // Lock: the stand-in's (state.h), held by the caller.
 #pragma once
@@ -41,6 +42,9 @@ class Cushion {
 class Extents {
  public:
   CUresult open(const char* name);
+  // Are extents that are taken from now on committed?
+  void back(bool backed) { backed_ = backed; }
+  bool backed() const { return backed_; }
   // Takes the lowest free offset at which `size` bytes fit, which keeps neighbours contiguous.
   CUresult take(std::uint64_t size, std::uint64_t* offset);
   CUresult give(std::uint64_t offset, std::uint64_t size);
@@ -50,10 +54,14 @@ class Extents {
 
  private:
   bool admits(std::uint64_t size);
+  CUresult commit(std::uint64_t offset, std::uint64_t size);
+  CUresult extend(std::uint64_t end);
   void free_range(std::uint64_t offset, std::uint64_t size);
 
   int fd_ = -1;
+  bool backed_ = true;
   std::uint64_t taken_ = 0;
+  std::uint64_t extended_ = 0;                                       // bytes of the file that were made without memory
   std::map<std::uint64_t, std::uint64_t> free_ = {{0, 1ull << 62}};  // offset -> bytes; the file has room for all RAM
   std::uint64_t admitted_ = 0;  // bytes that may be taken before the machine is asked again
   std::uint64_t asked_at_ = 0;  // CLOCK_MONOTONIC, ns

@@ -252,8 +252,10 @@ CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size, bool fo
     }
     return refuse_errno("cuMemSetAccess", "mprotect", error);
   }
-  ::madvise(pointer(address), size,
-            MADV_POPULATE_WRITE);  // only a saving: pages are committed, a touch would map them too
+  if (extents(handles_.at(first->second.handle).store).backed()) {
+    ::madvise(pointer(address), size,
+              MADV_POPULATE_WRITE);  // only a saving: pages are committed, a touch would map them too
+  }
   for (auto at = first; at != last; ++at) {
     at->second.for_cpu |= for_cpu;
     if (at->second.accessible) continue;

@@ -66,6 +66,8 @@ constexpr std::uint64_t kGranularity = 4096;
 class Mappings {
  public:
   CUresult open();
+  // Do pages of a store that are created from now on take memory at once?
+  void back(Store store, bool backed) { extents(store).back(backed); }
   CUresult create(std::uint64_t size, Store store, std::uint64_t* handle);
   CUresult release(std::uint64_t handle);
   CUresult reserve(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint, std::uint64_t* address);

@@ -5,7 +5,7 @@ recorded trace of allocations.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from .. import __version__
 from ..allocator.config import Config
 from ..allocator.units import format_size
 from . import arguments
-from .arguments import show_rows, tell
+from .arguments import tell
 
 
 def add_info(commands: Any) -> None:
@@ -113,25 +113,80 @@ def _profile(args: argparse.Namespace) -> None:
 
 def add_replay(commands: Any) -> None:
     """Describes the command."""
-    parser = arguments.command(commands, "replay", _replay, "drive the allocator with a recorded trace")
-    parser.description = (
-        f"{parser.description} In JSON: peak_live, peak_physical (bytes), ops, ns_per_op and driver_calls."
-    )
+    text = "how much memory recorded allocations need, with torch's own allocator and with ballonet"
+    parser = arguments.command(commands, "replay", _replay, text)
+    parser.description = f"""{parser.description} Without a GPU, or where the trace is larger, pages take no memory.
+        Figures of torch's allocator are its own, on a GPU, or those of the recorded program. In JSON: ops, older (of
+        them, from before the recording), device, peak_live (what the trace allocates at once), page_size, budget,
+        needed (bytes), fits, many_calls (larger pages take fewer), and allocators: name, source, peak, driver_calls
+        and ns_per_op of each."""
     arguments.add_sizes(parser)
-    parser.add_argument("trace", metavar="TRACE.csv", help="columns time_us,op,id,size,stream; ops alloc and free")
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="a memory snapshot (torch.cuda.memory._dump_snapshot), a page of PyTorch's memory viewer, or CSV with "
+        "time_us,op,id,size,stream and the ops alloc and free",
+    )
+    parser.add_argument("--picture", metavar="FILE", help="draw the memory of each: .svg or .png (needs matplotlib)")
     arguments.add_json(parser, piped=True)
 
 
 def _replay(args: argparse.Namespace) -> None:
     from ..allocator.replay import replay
 
-    facts = replay(args.trace, Config.from_env().merge(budget=args.budget, page_size=args.page_size))
-    tell(facts, lambda facts: show_rows(_replay_rows(facts)), as_json=args.json)
+    if args.picture is not None:
+        from ..offload.timeline import file
+
+        file.check_picture(args.picture)  # before anything takes its time
+    done = replay(args.trace, Config.from_env().merge(budget=args.budget, page_size=args.page_size))
+    if args.picture is not None:
+        series: dict[str, Sequence[int]] = {run.name: run.series for run in done.runs if run.series}
+        file.draw_memory(args.picture, len(done.trace.ops), done.live, series)
+    tell(done.facts(), _show_replay, as_json=args.json)
 
 
-def _replay_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    live, physical = facts["peak_live"], facts["peak_physical"]
-    yield "peak of what was asked for", format_size(live)
-    yield "peak of pages", format_size(physical) + (f", {physical / live:.3f} times that" if live else "")
-    yield "operations", f"{facts['ops']:,}, {facts['ns_per_op']:.4g} ns each"
-    yield "driver calls", f"{facts['driver_calls']:,}"
+def _show_replay(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for column in ("at most", "times", "driver calls", "each op"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("figures", overflow="fold")
+    ops, live = facts["ops"], facts["peak_live"]
+    table.add_row("allocated", format_size(live), "", "", "", "the trace itself")
+    for run in facts["allocators"]:
+        table.add_row(*_allocator_row(run, live, ops))
+    older = f", the first {facts['older']:,} of them of blocks from before the recording" if facts["older"] else ""
+    console.print(f"{ops:,} operations{older}")
+    console.print(table)
+    for line in _conclusion(facts):
+        console.print(line, soft_wrap=True)
+
+
+def _allocator_row(run: dict[str, Any], live: int, ops: int) -> tuple[str, ...]:
+    if run["peak"] is None:
+        return run["name"], "", "", "", "", run["source"]
+    calls = "" if run["driver_calls"] is None else f"{run['driver_calls']:,} ({run['driver_calls'] / max(1, ops):.2g})"
+    spent = "" if run["ns_per_op"] is None else f"{run['ns_per_op'] / 1e3:.3g} us"
+    return run["name"], format_size(run["peak"]), f"{run['peak'] / max(1, live):.3f}", calls, spent, run["source"]
+
+
+def _conclusion(facts: dict[str, Any]) -> Iterator[str]:
+    needed, page = format_size(facts["needed"]), format_size(facts["page_size"])
+    if facts["fits"]:
+        fits = "" if facts["budget"] is None else f", and fits into a budget of {format_size(facts['budget'])}"
+        yield f"With ballonet it needs {needed} in pages of {page}{fits}."
+    else:
+        yield (
+            f"It does not fit into {format_size(facts['budget'])}: with ballonet it needs {needed} in pages of {page} "
+            f"(--budget {facts['needed']}), of which {format_size(facts['peak_live'])} are allocated at once."
+        )
+    for run in facts["allocators"]:
+        if run["name"] != "ballonet" and run["peak"] is not None:
+            less = run["peak"] - facts["needed"]
+            yield f"That is {format_size(abs(less))} {'less' if less >= 0 else 'more'} than {run['name']} had."
+    if facts["many_calls"]:
+        yield f"Larger pages take fewer calls of the driver: --page-size {format_size(4 * facts['page_size'])}."
