@@ -230,7 +230,7 @@ def _of_snapshot(path: str, snapshot: Any) -> AllocationTrace:
 
 def _kind(snapshot: Mapping[str, Any], segments: Iterable[Mapping[str, Any]], events: set[str]) -> AllocatorKind:
     settings = snapshot.get("allocator_settings") or {}
-    if "ballonet" in snapshot or settings.get("PYTORCH_CUDA_ALLOC_CONF") == "ballonet":
+    if "ballonet" in snapshot or "ballonet" in settings.values():  # csrc/torch/cuda_allocator.cpp says so
         return "ballonet"
     expands = "segment_map" in events or any(segment.get("is_expandable") for segment in segments)
     return "expandable segments" if expands else "native"

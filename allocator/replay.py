@@ -162,9 +162,11 @@ def _by_torch(trace: AllocationTrace, kind: AllocatorKind, ordinal: int, parts: 
 
     if not torch.cuda.is_available():
         return None, "this torch cannot use the GPU"
+    if (backend := torch.cuda.memory.get_allocator_backend()) != "native":
+        return None, f"the allocator of this torch is {backend}"
     blocks: dict[int, int] = {}
     with torch.cuda.device(ordinal):
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{kind == 'expandable segments'}")
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{kind == 'expandable segments'}")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()

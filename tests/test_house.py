@@ -34,7 +34,19 @@ SOURCES = [
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 # modules that need no torch
 LIGHT = (
-    *("config", "control", "device_choice", "devices", "errors", "events", "findings", "info", "looks", "ram"),
+    *(
+        "allocation_trace",
+        "config",
+        "control",
+        "device_choice",
+        "devices",
+        "errors",
+        "events",
+        "findings",
+        "info",
+        "looks",
+        "ram",
+    ),
     *("replay", "shared_ledger", "stats", "units"),
 )
 
@@ -89,7 +101,8 @@ FACTS = {
     "allocator/preflight/driver_probes.py": {"MIB"},
     "allocator/preflight/run.py": {"SAID"},
     "allocator/preflight/torch_probes.py": {"PAGES"},
-    "allocator/replay.py": {"_ALLOC", "_FREE", "_LARGEST", "_WORD"},
+    "allocator/allocation_trace.py": {"_LARGEST"},
+    "allocator/replay.py": {"_WORD"},
     "offload/governor/kv_client.py": {"_FIRST_SLICE"},
     "offload/governor/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},

@@ -143,7 +143,7 @@ def test_a_trace_larger_than_the_machine_needs_no_memory(trace: Trace) -> None:
 
 
 def test_unbacked_pages_have_memory_once_they_are_written_to() -> None:
-    """So that what touches one by mistake is no signal; pages of a device that is opened later have it at once."""
+    """Touching one by mistake is no signal; pages of a device that is opened later have memory at once."""
 
     def committed() -> int:
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
@@ -233,6 +233,11 @@ def column(done: Replay, name: str) -> tuple[int | None, str]:
             (22 * MIB, "as rec"),
         ),
         (snapshot() | {"ballonet": {}}, (None, "is of ballonet"), (None, "is of ballonet")),
+        (
+            snapshot() | {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "ballonet"}},
+            (None, "is of ballonet"),
+            (None, "is of ballonet"),
+        ),
         (snapshot(segments=[]), (None, "fewer than its blocks"), (None, "fewer than its blocks")),
         (
             snapshot([event("alloc", 0x9000, 5)], [{**segment(0x1000, MIB), "segment_type": 0}]),
@@ -240,7 +245,7 @@ def column(done: Replay, name: str) -> tuple[int | None, str]:
             (None, "is of native"),
         ),
     ],
-    ids=["expandable", "ballonet", "a part of the segments", "no event of a segment"],
+    ids=["expandable", "ballonet", "torch's under ballonet", "a part of the segments", "no event of a segment"],
 )
 def test_a_column_has_the_figures_of_its_allocator_or_why_there_are_none(
     taken: dict[str, Any], native: tuple[int | None, str], expandable: tuple[int | None, str], tmp_path: Path

@@ -81,6 +81,7 @@ def test_history_is_recorded(place: Place) -> None:
         torch.cuda.memory._dump_snapshot(file.name)
         with Path(file.name).open("rb") as dumped:
             snapshot = pickle.load(dumped)
+    assert "ballonet" in snapshot["allocator_settings"].values()
     assert re.search(r" = seg_\d+\[\d+:4\.0MiB\]", _memory_viz.trace(snapshot)), "no allocation in its segment"
     for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
         assert len(plot(snapshot)) > 1000

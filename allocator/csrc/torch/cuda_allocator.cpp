@@ -163,6 +163,7 @@ class CudaAllocator final : public Base {
   native::SnapshotInfo snapshot(Pool pool = {0, 0}, bool include_traces = true) override {
     native::SnapshotInfo result{};
     result.config_metadata.expandable_segments = true;
+    result.config_metadata.last_allocator_settings = "ballonet";  // whose segments these are, for who reads a recording
     if (include_traces) {
       result.device_traces.resize(static_cast<std::size_t>(ordinal) + 1);
       result.device_traces.back() = history_.entries();
