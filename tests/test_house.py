@@ -331,7 +331,7 @@ PROCESS = {
     "hooks/device/graphs.py": "GRAPHS",  # torch's class of graphs is one for all devices
     "hooks/device/shared.py": "_joining",  # joining opens the socket of the process
     "hooks/forward/hook_base.py": "_known",  # by model: what splices and streams it know only the model
-    "hooks/forward/lease.py": "on_this_thread _numbers caches",  # open leases of a thread; numbers; caches that were seen
+    "hooks/forward/lease.py": "on_this_thread _numbers caches",  # open leases of a thread; numbers; seen caches
     "hooks/kv/generation.py": "_attached _followed _thread",  # transformers' names are replaced once
     "hooks/managed.py": "models lock",  # the registry of managed models, where what users call looks
     # `forward` of a class is wrapped once; a loop is known by its cache; torch's switch of cuDNN's is the process's

@@ -4,8 +4,8 @@ which that no longer binds, each found by asking again.
 Note [What binds]
     `memory`: it does not fit, whatever streams. `host`: it would, but what leaves the device has no room there.
     `link`: tokens wait for copies, of layers or of KV, by more than copies may add and count as hidden. `compute`: all
-    else, the device's own memory included: with every page resident it would be no faster. What sets the least budget is
-    another question, which `memory` answers in numbers: what finds no room with a page less (memory.py, `binding`).
+    else, the device's own memory included: with every page resident it would be no faster. What sets the least budget
+    is another question, which `memory` answers in numbers: what finds no room with a page less (memory.py, `binding`).
 
 Note [Nearest]
     A change is as far as the factor by which it changes what is asked: a budget of 30 GiB instead of 24 is nearer than
