@@ -383,7 +383,7 @@ def test_options_that_it_does_not_have(device: Device, options: dict[str, Any], 
 
 
 def test_non_module_and_model_without_weights_are_refused(device: Device) -> None:
-    with pytest.raises(ManageError, match=r"torch\.nn\.Module, not str"):
+    with pytest.raises(ManageError, match=r"torch\.nn\.Module or a pipeline of such, not str"):
         ballonet.manage("gpt2")  # type: ignore[arg-type]
     with torch.device("meta"):
         model = nn.Linear(4, 4)

@@ -128,7 +128,7 @@ def test_a_plan_that_fits_by_its_last_token_says_what_binds_before(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The pages of the last token are fewer than the budget: activations of the prompt are what does not fit."""
-    plan = [folder, "--context", "8k", "--batch", "8", "--page-size", "2MiB", "--gpu", "h100", "--budget", "512MiB"]
+    plan = [folder, "--context", "16k", "--page-size", "2MiB", "--gpu", "h100", "--budget", "350MiB"]
     facts = json.loads(told(capsys, *plan, "--json")[1])
     assert (facts["fits"], facts["limit"]) == (False, "memory")
     assert sum(facts["pages"].values()) * facts["page_size"] < facts["budget"]

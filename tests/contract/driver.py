@@ -67,6 +67,7 @@ class StandinConfig(ctypes.Structure):
         ("bandwidth", ctypes.c_uint64),
         ("latency_ns", ctypes.c_uint64),
         ("peer_bandwidth", ctypes.c_uint64),
+        ("unbacked", ctypes.c_int),
     )
 
 
