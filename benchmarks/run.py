@@ -85,6 +85,7 @@ PARTS: Mapping[str, Part] = {
         alone=("tests/contract/test_driver_contract.py", "tests/test_device_choice.py"),  # they look at what is free
         tests=(
             "tests/gpu/test_core_*.py",
+            "tests/gpu/test_replay.py",
             "tests/gpu/test_compiled.py",
             "tests/test_mempool.py",
             "tests/test_pluggable.py",
