@@ -12,7 +12,9 @@ Note [Page size]
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -96,9 +98,10 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
 
 
 def open_unbacked(config: Config, page: int, budget: int) -> _native.Device:
-    """Opens a stand-in of so many bytes whose pages take no memory, as nobody reads or writes them. DriverError."""
+    """Opens a stand-in of so many bytes whose pages take no memory, as nobody reads or writes them. It is apart from
+    the one that this process computes on. DriverError."""
     return _native.Device(
-        library=standin_library(),
+        library=_standin_apart(),
         ordinal=0,
         page_size=page,
         budget=budget,
@@ -107,6 +110,15 @@ def open_unbacked(config: Config, page: int, budget: int) -> _native.Device:
         faults=list(config.faults),
         unbacked=budget,
     )
+
+
+@functools.cache
+def _standin_apart() -> str:
+    """Returns the path of a copy of the stand-in: how large a device is, is said to a loaded library for good."""
+    descriptor = os.memfd_create("ballonet-standin-apart")
+    with open(descriptor, "wb", closefd=False) as copy:  # stays open: the loader knows a library by its file
+        copy.write(Path(standin_library()).read_bytes())
+    return f"/proc/self/fd/{descriptor}"
 
 
 def opened(config: Config, target: Target, spill: bool) -> _native.Device:

@@ -322,6 +322,7 @@ PROCESS = {
     "allocator/control.py": "_control",  # a process has one socket, named by its pid
     "allocator/install.py": "_installed _lock _warned",  # torch has one allocator; a warning is given once
     "allocator/interrupts.py": "_watched",  # Python calls back only as long as somebody keeps the reference
+    "allocator/device_choice.py": "_standin_apart",  # a library is loaded once
     "allocator/devices.py": "_runtimes",  # the registry of runtimes by number, where what users call looks
     "allocator/trusted.py": "tell",  # a warning is given once per text and process
     "allocator/versions.py": "_told",  # a warning is given once per process

@@ -142,6 +142,16 @@ def test_a_trace_larger_than_the_machine_needs_no_memory(trace: Trace) -> None:
     assert size <= done.needed <= 1.01 * size
 
 
+def test_the_stand_in_of_this_process_is_as_it_was_after_a_replay(trace: Trace) -> None:
+    before = device_choice.choose(Config(device="cpu")).facts
+    device = device_choice.open_device(Config(device="cpu", budget=16 * MIB, page_size=MIB))
+    replay(trace(lines([("alloc", 1, MIB)])), Config(device="cpu", budget=8 * MIB, page_size=MIB))
+    assert device_choice.choose(Config(device="cpu")).facts == {**before, "context_active": True}
+    block = device.allocate(15 * MIB)
+    device.deallocate(block)
+    device.close()
+
+
 def test_unbacked_pages_have_memory_once_they_are_written_to() -> None:
     """Touching one by mistake is no signal; pages of a device that is opened later have memory at once."""
 
