@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Owner = Literal["weights", "activations", "kv"]
-LeadsTo = Literal["none", "device", "host", "peer", "alias", "retiring", "kept"]
+LeadsTo = Literal["none", "device", "host", "peer", "alias", "pending_free", "kept"]
 Place = Literal["device", "host", "peer"]
 
 Source = tuple[int, int, int]
@@ -105,8 +105,8 @@ class Device:
     def snapshot(self) -> dict[str, Any]:
         """Consistent numbers taken under the locks.
 
-        Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_free (of
-        these), spilled (those that blocks of the heap lie on), host_budget, peer ("", "second pool", "device N"),
+        Keys: page_size, budget, created, pages {free, weights, activations, kv, pending_free}, host_pages, host_free
+        (of these), spilled (those that blocks of the heap lie on), host_budget, peer ("", "second pool", "device N"),
         peer_pages, peer_free, peer_budget, copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h, kv_p2d, kv_d2p, kv_p2h: p
         is the peer}, driver_calls {function: count}, background_calls (of these, the mapper's thread's), faults,
         reclaimed (device pages that entries gave so far), kept and ahead (of the free device pages: still mapped, in
@@ -193,7 +193,7 @@ class Device:
         that are retired are free at once where their streams have passed: what is free at a moment follows from what
         was done before, however fast the machine is. Idempotent."""
     def timeline(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Drains (time_ns, free, weights, activations, kv, retiring), one row per change; CLOCK_MONOTONIC."""
+        """Drains (time_ns, free, weights, activations, kv, pending_free), one row per change; CLOCK_MONOTONIC."""
     def publish(self, entries: list[Entry], limits: dict[int, int] = ...) -> None:
         """Replaces the reclaim list: what is taken, in this order, when device pages run out.
 
@@ -306,11 +306,11 @@ class Range:
     def pieces(self) -> int: ...
     @property
     def backed(self) -> int:
-        """Pieces that lead to a page, those that are retiring not counted."""
+        """Pieces that lead to a page, those that are pending free not counted."""
     @property
     def owner(self) -> Owner: ...
     def map(self, first: int, count: int) -> None:
-        """Backs `count` unbacked (or kept, or retiring) pieces with device pages, all or none. Raises PoolExhausted,
+        """Backs `count` unbacked (or kept, or pending free) pieces with device pages, all or none. PoolExhausted,
         DriverError."""
     def map_ahead(self, first: int, count: int) -> None:
         """Asks for pieces of a range of "kv" to be mapped in the background, in this order, so that `map` finds them

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from .patches import Patches, Seam, Undo
+from .patches import Patches, SharedPatch, Undo
 
 
 class CaptureListener:
@@ -72,7 +72,7 @@ def _wrap() -> Iterator[Undo]:
             patches.replace(graph, name, around(getattr(graph, name)))
 
 
-_listeners: Final = Seam[CaptureListener](_wrap)
+_listeners: Final = SharedPatch[CaptureListener](_wrap)
 
 
 def _begin(stock: Callable[..., None]) -> Callable[..., None]:

@@ -9,9 +9,9 @@ Note [Added from anywhere]
     takes the event along.
 
 Note [As long as before]
-    The cost of copies is predicted from the link, where they are decided. What only changes owners or addresses
-    (inflate, deflate, spill, a budget) takes driver calls, or waits for others: there the prediction is what a page
-    took on average in all events of this lever and verb before.
+    The cost of copies is predicted from the link, where they are decided. What only changes owners or addresses (pages
+    of idle activations, spills, a budget) takes driver calls, or waits for others: there the prediction is what a page
+    took on average in all events of this source and verb before.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import Any, Final, NamedTuple, Protocol
 from .defaults import EVENTS
 
 Row = tuple[int, str, int, int, int, int]  # of Device.events: time in ns, kind, pages, key, thread, duration in ns
-KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take`, `yield`: of the lever that listed it
-    "inflate": ("inflate", "pull"),
-    "deflate": ("inflate", "revert"),
-    "take": ("", "pull"),
+KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take`, `yield`: of the source that listed it
+    "inflate": ("idle activations", "reclaim"),
+    "deflate": ("idle activations", "restore"),
+    "take": ("", "reclaim"),
     "yield": ("", "yield"),
-    "spill": ("spill", "pull"),
-    "unspill": ("spill", "revert"),
-    "request": ("wait", "pull"),
-    "refuse": ("refuse", "pull"),
+    "spill": ("spill", "reclaim"),
+    "unspill": ("spill", "restore"),
+    "request": ("wait", "reclaim"),
+    "refuse": ("refuse", "reclaim"),
     "budget": ("budget", "set"),
     "budget refused": ("budget", "refuse"),
 }
 
 
-class EventSource(Protocol):
-    """The source of the core's events: a `Device`."""
+class CoreEvents(Protocol):
+    """What has the core's events: a `Device`."""
 
     def events(self) -> list[Row]:
         """Hands over the rows since the last call."""
@@ -52,8 +52,8 @@ class LoggedEvent:
     """One decision."""
 
     when: int  # ns of CLOCK_MONOTONIC
-    lever: str
-    verb: str  # pull, revert; yield: pulled because another thread asked; of the budget: set, refuse
+    source: str
+    verb: str  # reclaim, restore; yield: reclaimed because another thread asked; of the budget: set, refuse
     pages: int  # moved, or requested
     what: str = ""  # whose pages
     by: str = ""  # who asked: a thread, a model
@@ -66,21 +66,21 @@ class LoggedEvent:
 
 
 class Count(NamedTuple):
-    """The sums of all events of one lever and verb: how many, their pages, the seconds that were measured."""
+    """The sums of all events of one source and verb: how many, their pages, the seconds that were measured."""
 
     events: int
     pages: int
     seconds: float
 
 
-Counts = dict[str, dict[str, Count]]  # by lever and verb
+Counts = dict[str, dict[str, Count]]  # by source and verb
 
 
 class Named(NamedTuple):
-    """A published entry: which lever takes it, whose pages it has, what taking it should cost in seconds; and how many
+    """A published entry: which source takes it, whose pages it has, what taking it should cost in seconds; and how many
     `pages` that is for, where fewer may be taken."""
 
-    lever: str
+    source: str
     what: str
     predicted: float | None
     pages: int = 0
@@ -112,9 +112,9 @@ class Events:
     `naming` maps the key of a published entry to its name; it is called without a lock of the log.
     """
 
-    def __init__(self, source: EventSource | None = None, limit: int = EVENTS) -> None:
+    def __init__(self, core: CoreEvents | None = None, limit: int = EVENTS) -> None:
         self.naming: Callable[[int], Named] = unnamed
-        self._source = source
+        self._core = core
         self._inbox: deque[LoggedEvent] = deque()
         self._sorting = False
         self._kept: deque[LoggedEvent] = deque(maxlen=limit)
@@ -131,7 +131,7 @@ class Events:
 
     def decided(
         self,
-        lever: str,
+        source: str,
         verb: str,
         pages: int,
         *,
@@ -142,13 +142,13 @@ class Events:
     ) -> None:
         """Adds an event of this moment; `by` is the calling thread unless another asked."""
         asked = threading.current_thread().name if by is None else by
-        self.add(LoggedEvent(time.monotonic_ns(), lever, verb, pages, what, asked, predicted, measured))
+        self.add(LoggedEvent(time.monotonic_ns(), source, verb, pages, what, asked, predicted, measured))
 
     def hear(self) -> None:
         """Takes over the core's events since the last call."""
-        if self._source is None:
+        if self._core is None:
             return
-        rows = self._source.events()
+        rows = self._core.events()
         if rows:
             threads = {thread.ident: thread.name for thread in threading.enumerate()}
             for row in rows:
@@ -164,11 +164,11 @@ class Events:
         return Heard(kept, came, came - cursor - wanted)
 
     def counts(self) -> Counts:
-        """Returns the counts of all events that ever came, by lever and verb, the lever with the first event first."""
+        """Returns the counts of all events that ever came, by source and verb, sources in the order of their first."""
         with self._lock:
             self._empty_inbox()
             counts = dict(self._counts)
-        return _by_lever(counts)
+        return _by_source(counts)
 
     def _empty_inbox(self) -> None:
         """Empties the inbox. The caller holds the lock."""
@@ -182,7 +182,7 @@ class Events:
             self._sorting = False
 
     def _sort(self, event: LoggedEvent) -> None:
-        name = event.lever, event.verb
+        name = event.source, event.verb
         took = event.measured
         if took is not None:
             pages, seconds = self._timed.get(name, (0, 0.0))
@@ -196,28 +196,28 @@ class Events:
 
     def _of(self, row: Row, threads: Mapping[int | None, str]) -> LoggedEvent:
         when, kind, pages, key, thread, took = row
-        lever, verb = KINDS.get(kind, (kind, "pull"))
-        named = Named(lever, "", None) if lever else self.naming(key)
+        source, verb = KINDS.get(kind, (kind, "reclaim"))
+        named = Named(source, "", None) if source else self.naming(key)
         by = threads.get(thread, f"thread {thread}") if thread else "ballonet"
         seconds = took / 1e9 if took else None
-        return LoggedEvent(when, named.lever, verb, pages, named.what, by, named.cost(pages), seconds)
+        return LoggedEvent(when, named.source, verb, pages, named.what, by, named.cost(pages), seconds)
 
 
 def more(now: Mapping[str, Mapping[str, Count]], before: Mapping[str, Mapping[str, Count]]) -> Counts:
     """Returns the counts of events between two readings of `counts`."""
     grown: dict[tuple[str, str], Count] = {}
-    for lever, verbs in now.items():
+    for source, verbs in now.items():
         for verb, count in verbs.items():
-            old = before.get(lever, {}).get(verb, Count(0, 0, 0.0))
+            old = before.get(source, {}).get(verb, Count(0, 0, 0.0))
             if count.events > old.events:
-                grown[lever, verb] = Count(
+                grown[source, verb] = Count(
                     count.events - old.events, count.pages - old.pages, count.seconds - old.seconds
                 )
-    return _by_lever(grown)
+    return _by_source(grown)
 
 
-def _by_lever(counts: Mapping[tuple[str, str], Count]) -> Counts:
+def _by_source(counts: Mapping[tuple[str, str], Count]) -> Counts:
     nested: Counts = {}
-    for (lever, verb), count in counts.items():
-        nested.setdefault(lever, {})[verb] = count
+    for (source, verb), count in counts.items():
+        nested.setdefault(source, {})[verb] = count
     return nested

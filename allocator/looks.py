@@ -43,7 +43,7 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
     NotInstalled.
 
     Keys: `pid`; `when` (ns of CLOCK_MONOTONIC); `device` {kind, ordinal, number}; `devices`: the numbers of all
-    runtimes of this process; those of `READ`, as `Device.snapshot` has them; `counts` of decisions, by lever and verb
+    runtimes of this process; those of `READ`, as `Device.snapshot` has them; `counts` of decisions, by source and verb
     {events, pages, seconds}; `events`: the decisions after the cursor `since`, the last ones at most, oldest first;
     `cursor`: the next one; and one for each source that was published.
     """
@@ -59,7 +59,9 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
         "device": {"kind": runtime.device.kind, "ordinal": runtime.device.ordinal, "number": runtime.number},
         "devices": [holder.number for holder in devices.every()],
         **{key: snapshot[key] for key in READ},
-        "counts": {lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in counts.items()},
+        "counts": {
+            source: {verb: count._asdict() for verb, count in verbs.items()} for source, verbs in counts.items()
+        },
         "events": [event.to_dict() for event in heard.events[-LOOK_EVENTS:]],
         "cursor": heard.cursor,
         **{name: source(runtime) for name, source in tuple(sources.items())},

@@ -35,7 +35,7 @@ class Patches:
         return bool(self._replaced)
 
 
-class Seam(Generic[User]):
+class SharedPatch(Generic[User]):
     """A part of another library that is replaced with the first user, and put back with the last. Thread-safe; users
     may leave in a finalizer, and so anywhere."""
 

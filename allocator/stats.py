@@ -39,7 +39,7 @@ class Pages(_Counts):
     weights: int
     activations: int
     kv: int
-    retiring: int
+    pending_free: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,11 +89,11 @@ class Calls(_Fixed[int]):
 
 
 class Verbs(_Fixed[Count]):
-    """Counts of decisions for one lever. Cannot be changed."""
+    """Counts of decisions for one source. Cannot be changed."""
 
 
 class Decisions(_Fixed[Verbs]):
-    """Decisions, by lever. Cannot be changed."""
+    """Decisions, by source. Cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Stats:
     reclaimed: int  # pages that were taken from weights or caches because others needed them
     spilled: int  # host pages that replace device pages which an allocation did not find
     driver_seconds: DriverSeconds
-    events: Decisions  # by lever and verb
+    events: Decisions  # by source and verb
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Any], events: Mapping[str, Mapping[str, Count]]) -> Self:
@@ -132,7 +132,7 @@ class Stats:
             reclaimed=snapshot["reclaimed"],
             spilled=snapshot["spilled"],
             driver_seconds=DriverSeconds(**{who: spent / 1e9 for who, spent in snapshot["driver_ns"].items()}),
-            events=Decisions({lever: Verbs(verbs) for lever, verbs in events.items()}),
+            events=Decisions({source: Verbs(verbs) for source, verbs in events.items()}),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Stats:
         plain |= {name: dict(plain[name]) for name in ("pages", "copied", "driver_calls")}
         plain["driver_seconds"] = asdict(self.driver_seconds)
         plain["events"] = {
-            lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in self.events.items()
+            source: {verb: count._asdict() for verb, count in verbs.items()} for source, verbs in self.events.items()
         }
         return plain
 
@@ -163,7 +163,7 @@ class Stats:
     def _shown(self) -> tuple[str, list[tuple[str, int | str, str]]]:
         """Returns a title, and rows (what, pages, memory): pages by owner, copies, decisions."""
         rows: list[tuple[str, int | str, str]] = [
-            (owner, pages, format_size(pages * self.page_size)) for owner, pages in self.pages.items()
+            (owner.replace("_", " "), pages, format_size(pages * self.page_size)) for owner, pages in self.pages.items()
         ]
         exist = sum(self.pages.values())
         rows.append(("all pages", exist, format_size(exist * self.page_size)))
@@ -175,8 +175,8 @@ class Stats:
             rows.append(("spilled there", self.spilled, format_size(self.spilled * self.page_size)))
         rows += [(f"copied: {name}", "", format_size(nbytes)) for name, nbytes in self.copied.items() if nbytes]
         rows += [
-            (f"{lever}, {verb}: {count.events} times", count.pages, format_size(count.pages * self.page_size))
-            for lever, verbs in self.events.items()
+            (f"{source}, {verb}: {count.events} times", count.pages, format_size(count.pages * self.page_size))
+            for source, verbs in self.events.items()
             for verb, count in verbs.items()
         ]
         of = f"of a budget of {format_size(self.budget)}, in pages of {format_size(self.page_size)}"

@@ -242,7 +242,7 @@ def managed_counts(name: str) -> tuple[int, int]:
     if name not in (FIXED, FULL, OURS):
         return 0, 0
     stats = ballonet.stats()
-    given = [verbs[verb].pages for verbs in stats.events.values() for verb in ("pull", "yield") if verb in verbs]
+    given = [verbs[verb].pages for verbs in stats.events.values() for verb in ("reclaim", "yield") if verb in verbs]
     return sum(stats.driver_calls[each] for each in PAGE_CALLS), sum(given)
 
 

@@ -35,8 +35,8 @@ from ballonet.offload.policy.step_costs import Parts
 
 OURS = "ballonet"
 ABLATIONS = (
-    *("lru", "uncapped", "one-slot", "two-slots", "no-reversion", "weights-fixed"),
-    *("no-inflation", "no-buffer"),
+    *("lru", "uncapped", "one-slot", "two-slots", "no-restoring", "weights-fixed"),
+    *("activations-apart", "no-buffer"),
 )
 POLICIES = {"split": "split", "swap": "swap", OURS: "fast", **{f"ballonet, {name}": name for name in ABLATIONS}}
 ASKING = {f"{OURS}, SLOs asked": "fast", "ballonet, fixed-buffer, SLOs asked": "fixed-buffer"}

@@ -369,10 +369,10 @@ class Held:
 def decided(before: ballonet.Stats | None = None) -> str:
     """What gave pages since then, or ever: `"idle weights 12, running KV 40"`; empty where nothing did."""
     pages: dict[str, int] = {}
-    for lever, verbs in ballonet.stats().events.items():
-        for verb in ("pull", "yield"):
+    for source, verbs in ballonet.stats().events.items():
+        for verb in ("reclaim", "yield"):
             count = verbs[verb].pages if verb in verbs else 0
-            if before is not None and lever in before.events and verb in before.events[lever]:
-                count -= before.events[lever][verb].pages
-            pages[lever] = pages.get(lever, 0) + count
-    return ", ".join(f"{lever} {count}" for lever, count in pages.items() if count)
+            if before is not None and source in before.events and verb in before.events[source]:
+                count -= before.events[source][verb].pages
+            pages[source] = pages.get(source, 0) + count
+    return ", ".join(f"{source} {count}" for source, count in pages.items() if count)

@@ -39,12 +39,12 @@ def main() -> None:
 
 
 def tell(found: ballonet.Stats) -> None:
-    """What was decided, by lever, and what it cost."""
-    table = Table("lever", "verb", "times", "memory", "seconds", title=f"within {format_size(found.budget)}")
-    for lever, verbs in found.events.items():
+    """What was decided, by source, and what it cost."""
+    table = Table("source", "verb", "times", "memory", "seconds", title=f"within {format_size(found.budget)}")
+    for source, verbs in found.events.items():
         for verb, count in verbs.items():
             memory = format_size(count.pages * found.page_size)
-            table.add_row(lever, verb, f"{count.events:,}", memory, f"{count.seconds:.3f}")
+            table.add_row(source, verb, f"{count.events:,}", memory, f"{count.seconds:.3f}")
     Console(file=sys.stderr).print(table)
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from ..allocator import devices
 from ..allocator._native import Device
-from ..offload.governor.client import PageClient
-from ..offload.governor.decision import Lendable
+from ..offload.manager.client import PageClient
+from ..offload.manager.decision import Lendable
 from ..offload.policy.step_costs import RequestSLO, StepCosts
-from .device import governors
+from .device import managers
 from .forward.lease import ForwardLease
 from .options import ManageOptions
 from .streaming.model_residency import ModelResidency
@@ -45,19 +45,19 @@ def attach_prefixes(
 ) -> tuple[PrefixStore, Callable[[], object]]:
     """Keeps the tokens of its `generate()` calls for later prompts. Returns (the store, the function that undoes
     it)."""
-    from .batching import seams
+    from .batching import patches
     from .prefix import sessions
     from .prefix.store import PrefixStore
 
     size = options.kept_prefixes
-    store = PrefixStore(model, device, None if size is True else size, governors.of(device), residency)
+    store = PrefixStore(model, device, None if size is True else size, managers.of(device), residency)
     residency.keeper = weakref.ref(store.contents)
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
-        record, governor, limit = (lambda: residency.timings.record), governors.of(device), options.prefix_dir_limit
-        store.contents.saver = Saver(model, device, folder, limit, store, governor, record)
-    if (batched := seams.batched(model)) is not None and batched.loop_caches is not None:
+        record, manager, limit = (lambda: residency.timings.record), managers.of(device), options.prefix_dir_limit
+        store.contents.saver = Saver(model, device, folder, limit, store, manager, record)
+    if (batched := patches.batched(model)) is not None and batched.loop_caches is not None:
         batched.loop_caches.share(store)
     detach = sessions.attach(model, store)
 
@@ -100,7 +100,7 @@ def attach_pieces(
     runner = PieceRunner(
         model,
         device,
-        governors.of(device),
+        managers.of(device),
         lambda: streaming.bound if local_layers.span is None else None,
         forwards.between_layers,
         pace,
@@ -133,7 +133,7 @@ def attach_caches(
 ) -> Attached:
     """Makes the caches that the model builds elastic. `device`: of the caches. `residency`: returns the model's, None
     once it is collected. Where prefixes are kept, caches may grow for a long time, so layers share no pages."""
-    from .batching import seams
+    from .batching import patches
     from .batching.batched import Batched, LoopCaches
     from .compat import position_table
     from .device.references import label
@@ -145,21 +145,21 @@ def attach_caches(
 
     def lends(pages: int) -> Lendable:
         it = residency()
-        return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
+        return Lendable(0, 0, 0) if it is None else managers.of(device).lending(it, pages)
 
     loop_caches = LoopCaches() if options.kept_prefixes else None
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    governor = governors.of(device)
+    manager = managers.of(device)
 
     def assumed() -> tuple[float, float]:
-        page, behind = governor.link.page_seconds or 0.0, governor.marks is not None  # is the device behind the host?
-        return (0.0, page) if behind else (governor.tuning.serving.exposed * page, 0.0)
+        page, behind = manager.link.page_seconds or 0.0, manager.marks is not None  # is the device behind the host?
+        return (0.0, page) if behind else (manager.tuning.serving.exposed * page, 0.0)
 
-    costs = StepCosts(governor.tuning.serving, assumed)
+    costs = StepCosts(manager.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)
     batched = Batched(label(model), device, costs, fast, require, lends, loop_caches, slo, positions)
-    detach_batches = seams.attach(model, batched)
+    detach_batches = patches.attach(model, batched)
 
     calls, detach_calls = generation.count_calls(model)
 

@@ -30,7 +30,7 @@ from ..offload.policy.plan import Fewest, Interval, Rule, streaming
 from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
-from .device import governors, shared, streams
+from .device import managers, shared, streams
 from .device.streams import torch_device
 from .forward.gate import Gate
 from .managed import Managed, lock, managed_as, models, outcomes_on, vacate
@@ -148,7 +148,7 @@ def managed(
     started = on or devices.current()
     if started is not None and started.process != os.getpid():
         raise ForkedProcess("manage() was called")
-    composed = governors.composed_with(None if started is None else started.device)
+    composed = managers.composed_with(None if started is None else started.device)
     rule = _rule(model, options, composed.tuning)
 
     def known() -> Managed | None:

@@ -27,8 +27,8 @@ from ..allocator.units import format_size
 from ..offload.policy.plan import Rule
 from ..offload.record.record import Point, Record
 from . import attaching
-from .device import governors, shared
-from .device.governors import give_up_graphs
+from .device import managers, shared
+from .device.managers import give_up_graphs
 from .device.streams import marks_of
 from .forward.forwards import ForwardEvents, Forwards, explain
 from .forward.gate import Gate
@@ -139,24 +139,24 @@ class Managed:
             )
             self._calls, self._detach = attached.calls, attached.undo
             undo.callback(self._detach)
-            governor = governors.of(device)
-            tuning, now = governor.tuning, governor.nanoseconds
+            manager = managers.of(device)
+            tuning, now = manager.tuning, manager.nanoseconds
             self._patience = tuning.waiting.files
             self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
             self._weights = Weights(device, self._pace.waiting, tuning.weights)
-            self._pages = governor.pages
-            self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
+            self._pages = manager.pages
+            self._turns = Turns(self._weights.group, tuning.waiting, manager.waits)
             self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
-            self._residency = ModelResidency(model, self._weights, self._turns, self._pace, governor, options)
+            self._residency = ModelResidency(model, self._weights, self._turns, self._pace, manager, options)
             self._residency.wanted_until = attached.wanted
             self._sleep = Sleep(
                 model,
                 self._weights,
                 self._residency,
-                governor,
+                manager,
                 attached.caches,
-                governors.composed_with(device).interpreter,
+                managers.composed_with(device).interpreter,
                 touched,
             )
             plan = self._follower.adopt(model, rule, files, progress, vacated)
@@ -170,7 +170,7 @@ class Managed:
                     attached.lease,
                     self._before,
                     self._residency.after,
-                    partial(governors.yield_pages, device, governor),
+                    partial(managers.yield_pages, device, manager),
                     self._explain,
                 ),
                 self._turns,
@@ -262,16 +262,16 @@ class Managed:
         check_level(level)
         if self._sleep.level == level:
             return
-        governor = governors.of(self._weights.device)
-        patience = governor.tuning.waiting.gate if timeout is None else timeout
-        end = governor.waits() + patience
+        manager = managers.of(self._weights.device)
+        patience = manager.tuning.waiting.gate if timeout is None else timeout
+        end = manager.waits() + patience
         while self._calls() or self._residency.wanted_until() == math.inf:
-            if governor.waits() > end:
+            if manager.waits() > end:
                 raise ModelInUse(
                     f"{self._name} serves requests, and sleeps when it has none: end them, or give a longer timeout"
                 )
-            sleep(governor.tuning.waiting.gate_look)
-        self._between_forwards(partial(_fall_asleep, self, level), max(0.0, end - governor.waits()))
+            sleep(manager.tuning.waiting.gate_look)
+        self._between_forwards(partial(_fall_asleep, self, level), max(0.0, end - manager.waits()))
         shared.give_back(self._weights.device)
 
     def wake(self) -> None:
@@ -335,7 +335,7 @@ class Managed:
         models.pop(model, None)
 
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
-        """Measures iterations, if they matter, and lets the governor change the residency from now on. SLOError."""
+        """Measures iterations, if they matter, and lets the manager change the residency from now on. SLOError."""
         from .profile import load_or_measure
 
         record = record or (self._record if grid is None else None)
@@ -391,8 +391,8 @@ class Managed:
 
     def _wait_until_none_runs(self, gate: Gate, patience: float | None) -> None:
         """Waits until no forward runs; without the lock, for which a forward may wait."""
-        governor = governors.of(self._weights.device)
-        waiting, clock = governor.tuning.waiting, governor.waits
+        manager = managers.of(self._weights.device)
+        waiting, clock = manager.tuning.waiting, manager.waits
         end = clock() + (waiting.gate if patience is None else patience)
         while True:
             try:

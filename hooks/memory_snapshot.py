@@ -13,7 +13,7 @@ from ..allocator import devices, install
 from ..allocator._native import Device
 from ..allocator.errors import ConfigError
 from ..allocator.memory_snapshot import SnapshotContents, pages_by_owner, viewed
-from .device import governors
+from .device import managers
 from .managed import all_managed
 from .weights.model_parts import has_bytes, members
 
@@ -58,7 +58,7 @@ def _weights(device: Device) -> Iterator[SnapshotContents]:
 
 def _caches(device: Device) -> Iterator[SnapshotContents]:
     """Yields the contents of the KV pages."""
-    for name, ranges in governors.of(device).ranges():
+    for name, ranges in managers.of(device).ranges():
         for what, opened in ranges:
             yield SnapshotContents(opened.address, opened.nbytes, what, name)
 

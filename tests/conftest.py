@@ -118,7 +118,7 @@ def arguments_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[No
 
 @pytest.fixture(scope="session", autouse=True)
 def a_clock_of_their_own() -> Iterator[None]:
-    """Next to no time passes for a governor, however long a test takes, unless the test lets it pass: on a loaded
+    """Next to no time passes for a manager, however long a test takes, unless the test lets it pass: on a loaded
     machine nothing else is decided than on a quiet one."""
     with tuning(clock=Clock(step=1e-6)):
         yield

@@ -1,4 +1,4 @@
-"""A device and models that are made up, for the governor: pages are counted, and taken as the core takes them."""
+"""A device and models that are made up, for the manager: pages are counted, and taken as the core takes them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ballonet.allocator._native import Range
-from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
-from ballonet.offload.governor.decision import StreamDecision
-from ballonet.offload.governor.governor import Governor, Surroundings
+from ballonet.offload.manager.client import KEYS_PER_CLIENT, Offer, PageClient
+from ballonet.offload.manager.decision import StreamDecision
+from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.reclaim_order import Rung
+from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.record.record import Point
 
 from .tuned import Clock
@@ -63,7 +63,7 @@ class FakeDevice:
             "weights": sum(model.device_pages for model in self.models),
             "activations": 0,
             "kv": self._kv,
-            "retiring": 0,
+            "pending_free": 0,
         }
         return {
             "pages": {"free": self.free, **used},
@@ -192,9 +192,9 @@ class FakeModel:
     def give_up(self, pages: int) -> int:
         return 0
 
-    def arrange(self, governor: Governor, plan: Plan) -> None:
+    def arrange(self, manager: MemoryManager, plan: Plan) -> None:
         """As a managed model does it. Pages that it needs beyond those that it has are taken if need be."""
-        with governor.changing(self) as taken:
+        with manager.changing(self) as taken:
             self.changes += 1
             assert taken == self.gone
             before, resident = self.device_pages, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
@@ -207,7 +207,7 @@ class FakeModel:
 
     def step(
         self,
-        governor: Governor,
+        manager: MemoryManager,
         phase: Literal["decode", "prefill"] = "decode",
         batch: int = 1,
         length: int = 8,
@@ -216,16 +216,16 @@ class FakeModel:
         """An iteration, with which the cache grows. MemoryError where there are no pages for that."""
         self.running = True
         try:
-            decision = governor.before(self, Point(phase, batch, length))
+            decision = manager.before(self, Point(phase, batch, length))
             if decision.plan != self.plan or self.gone:
-                self.arrange(governor, decision.plan)
+                self.arrange(manager, decision.plan)
             self.decisions.append(decision)
             if kv > 0 and not self.device.grow(kv, self):
                 raise MemoryError
             self.device.kv += min(kv, 0)
             return decision
         finally:
-            governor.after(self)
+            manager.after(self)
             self.running = False
 
 
@@ -236,15 +236,15 @@ def _gives(entry: Any) -> int:
 
 def governed(
     pages: int, *models: dict[str, Any], **options: Any
-) -> tuple[FakeDevice, Governor, Clock, list[FakeModel]]:
+) -> tuple[FakeDevice, MemoryManager, Clock, list[FakeModel]]:
     """A device of so many pages, and models named a, b, c."""
     device, clock = FakeDevice(pages), Clock()
     around = {name: options.pop(name) for name in ("bandwidth", "received", "events", "marks") if name in options}
-    governor = Governor(device, Surroundings(clock=clock, **{"bandwidth": LINK, **around}), **options)
+    manager = MemoryManager(device, Surroundings(clock=clock, **{"bandwidth": LINK, **around}), **options)
     them = [FakeModel(device, model.pop("name", "abcdef"[n]), **model) for n, model in enumerate(models)]
     for client in them:
-        governor.add(client)
-    return device, governor, clock, them
+        manager.add(client)
+    return device, manager, clock, them
 
 
 def trace(device: FakeDevice) -> list[str]:
@@ -261,9 +261,9 @@ class FakeCache(PageClient):
     running = False
     pages = peer_pages = leaving_peer = displaced_on_peer = 0
 
-    def __init__(self, device: FakeDevice, governor: Governor, clock: Clock, name: str = "cache") -> None:
+    def __init__(self, device: FakeDevice, manager: MemoryManager, clock: Clock, name: str = "cache") -> None:
         self.device = device
-        self.governor = governor
+        self.manager = manager
         self.clock = clock
         self.name = name
         self.used = -math.inf
@@ -274,7 +274,7 @@ class FakeCache(PageClient):
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
         self.demoted: list[int] = []
-        self.number = governor.add_client(self)
+        self.number = manager.add_client(self)
         device.caches.append(self)
 
     @property
@@ -291,7 +291,7 @@ class FakeCache(PageClient):
 
     def offers(self) -> list[Offer]:
         here = [page for page in range(self.pages) if page not in self.away]
-        idle = {page: Rung.PREFIX if self.only_cached and page in self.clean else Rung.IDLE_KV for page in here}
+        idle = {page: Level.PREFIX if self.only_cached and page in self.clean else Level.IDLE_KV for page in here}
         return [Offer(page, 1, page in self.clean, resting=page in self.resting, idle=idle[page]) for page in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
@@ -309,7 +309,7 @@ class FakeCache(PageClient):
         dirty = [page for page in range(self.pages) if page not in self.clean]
         if pages:
             self.clean |= {*dirty[:pages]}
-            self.governor.client_changed(self.number)
+            self.manager.client_changed(self.number)
 
     def take(self, index: int) -> None:
         """The core takes it."""
@@ -321,21 +321,21 @@ class FakeCache(PageClient):
         """An iteration with so many new pages, read in place where they are away. MemoryError."""
         self.running = True
         try:
-            assert self.governor.taken_of(self.number) >= set()
-            restored = self.governor.restorable_pages(self.number) if self.away else 0
+            assert self.manager.taken_of(self.number) >= set()
+            restored = self.manager.restorable_pages(self.number) if self.away else 0
             if restored:
                 assert self.device.want(restored, self), "the pages that it was promised"
                 back = sorted(self.away, reverse=True)[:restored]
                 self.away.difference_update(back)
                 self.moved += restored
             if not self.device.want(pages, self):
-                self.governor.reclaim.publish_now()
+                self.manager.reclaim.publish_now()
                 if not self.device.want(pages, self):
                     raise MemoryError
             self.pages += pages
             self.used = self.clock.now
             if pages or restored:
-                self.governor.client_changed(self.number)
+                self.manager.client_changed(self.number)
         finally:
             self.running = False
 
@@ -345,4 +345,4 @@ class FakeCache(PageClient):
             self.pages -= 1
             self.away.discard(self.pages)
             self.clean.discard(self.pages)
-        self.governor.client_changed(self.number)
+        self.manager.client_changed(self.number)

@@ -160,13 +160,13 @@ def main(share: str, kind: str) -> None:
 
     import ballonet
     from ballonet.allocator import devices
-    from ballonet.hooks.device import governors, shared
+    from ballonet.hooks.device import managers, shared
     from ballonet.offload.policy.tuning import DEFAULT
 
     at_once, small = replace(DEFAULT.pages, idle=0.0), replace(DEFAULT.weights, large=2**11)
     sharing = replace(DEFAULT.sharing, dwell=0.0, patience=30.0, answer=30.0)
     tuning = replace(DEFAULT, pages=at_once, weights=small, sharing=sharing)
-    governors.compose_with(governors.Composition(tuning=tuning))
+    managers.compose_with(managers.Composition(tuning=tuning))
     kept: list[Any] = []
     if kind == "model":
         from .models import build, prompts

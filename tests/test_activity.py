@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.offload.governor.activity import Activity, Progress
-from ballonet.offload.governor.governor import Governor, Surroundings
+from ballonet.offload.manager.activity import Activity, Progress
+from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
@@ -91,36 +91,38 @@ def test_where_operators_are_complete_when_they_return(clock: Clock) -> None:
     assert activity.last(9.0) == 2.0
 
 
-# -- the governor's
+# -- the manager's
 
 
-def late(pages: int, clock: Clock, stream: LateMarks) -> tuple[FakeDevice, Governor]:
+def late(pages: int, clock: Clock, stream: LateMarks) -> tuple[FakeDevice, MemoryManager]:
     device = FakeDevice(pages)
-    return device, Governor(device, Surroundings(bandwidth=LINK, clock=clock, marks=stream))
+    return device, MemoryManager(device, Surroundings(bandwidth=LINK, clock=clock, marks=stream))
 
 
-def iterate(governor: Governor, model: FakeModel, stream: LateMarks, seconds: float, cache: FakeCache | None) -> None:
-    governor.before(model, Point("decode", 1, 8))
+def iterate(
+    manager: MemoryManager, model: FakeModel, stream: LateMarks, seconds: float, cache: FakeCache | None
+) -> None:
+    manager.before(model, Point("decode", 1, 8))
     if cache is not None:
-        governor.taken_of(cache.number)
+        manager.taken_of(cache.number)
     stream.launch(seconds)
-    governor.after(model)
+    manager.after(model)
 
 
 def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Clock, stream: LateMarks) -> None:
     """The weights and the KV of an idle model would be the first to go, while it computes with them."""
-    device, governor = late(100, clock, stream)
+    device, manager = late(100, clock, stream)
     slow, fast = FakeModel(device, "slow"), FakeModel(device, "fast")
     for client in (slow, fast):
-        governor.add(client)
+        manager.add(client)
     clock.now = 100.0
     stream.launch(0.0)
-    governor.before(slow, Point("prefill", 1, 8))
-    cache = FakeCache(device, governor, clock)
-    governor.taken_of(cache.number)
+    manager.before(slow, Point("prefill", 1, 8))
+    cache = FakeCache(device, manager, clock)
+    manager.taken_of(cache.number)
     stream.launch(5 * PAGES.idle)
-    governor.after(slow)
-    clients = governor._known.clients
+    manager.after(slow)
+    clients = manager._known.clients
     for after in (0.1, 2.5, 4.9):
         clock.now = 100.0 + after * PAGES.idle
         assert clients.idleness.active(clock.now) >= {clients.of_model(slow).number, cache.number}
@@ -128,52 +130,52 @@ def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Cl
     assert clients.idleness.active(clock.now) >= {clients.of_model(slow).number, cache.number}
     clock.now = 100.0 + 6.1 * PAGES.idle
     assert not clients.idleness.active(clock.now) & {clients.of_model(slow).number, cache.number}
-    assert governor._known.clients.idleness.rested(clock.now)
+    assert manager._known.clients.idleness.rested(clock.now)
 
 
 def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: LateMarks) -> None:
-    device, governor = late(100, clock, stream)
+    device, manager = late(100, clock, stream)
     model = FakeModel(device, "a")
-    governor.add(model)
+    manager.add(model)
     for _ in range(3):
-        iterate(governor, model, stream, 3 * PAGES.idle, None)
+        iterate(manager, model, stream, 3 * PAGES.idle, None)
         clock.now = stream.free_at  # the host waits for the token
-        governor._known.clients.of_model(model).waking = False
-    governor.before(model, Point("prefill", 1, 8))
-    assert not governor._known.clients.of_model(model).waking
-    governor.after(model)
+        manager._known.clients.of_model(model).waking = False
+    manager.before(model, Point("prefill", 1, 8))
+    assert not manager._known.clients.of_model(model).waking
+    manager.after(model)
     clock.now += 2 * PAGES.idle
-    governor.before(model, Point("prefill", 1, 8))
-    assert governor._known.clients.of_model(model).waking
+    manager.before(model, Point("prefill", 1, 8))
+    assert manager._known.clients.of_model(model).waking
 
 
 def test_who_is_about_to_run_keeps_the_buffers_of_the_cache_that_it_used_last(clock: Clock, stream: LateMarks) -> None:
-    device, governor = late(40, clock, stream)
+    device, manager = late(40, clock, stream)
     model, other = FakeModel(device, "a"), FakeModel(device, "b", pages=(1,) * 8)
     for client in (model, other):
-        governor.add(client)
+        manager.add(client)
     device.kv = device.free - 2
     caches = []
     for seconds in (0.01, 0.01):
-        governor.before(model, Point("decode", 1, 8))
-        caches.append(cache := FakeCache(device, governor, clock))
-        governor.taken_of(cache.number)
+        manager.before(model, Point("decode", 1, 8))
+        caches.append(cache := FakeCache(device, manager, clock))
+        manager.taken_of(cache.number)
         stream.launch(seconds)
-        governor.after(model)
+        manager.after(model)
         clock.now += 0.1
-    assert governor.pages.short
+    assert manager.pages.short
     first, second = caches
     for _ in range(5):
         clock.now += 2 * PAGES.idle  # whoever reads the text takes his time
-        iterate(governor, model, stream, 0.01, second)
+        iterate(manager, model, stream, 0.01, second)
         assert second.gave_buffers == 0, "it is about to run"
     assert first.gave_buffers >= 5
-    iterate(governor, other, stream, 0.01, None)
+    iterate(manager, other, stream, 0.01, None)
     assert second.gave_buffers == 0, "it ran just now"
-    iterate(governor, model, stream, 4 * PAGES.idle, second)
+    iterate(manager, model, stream, 4 * PAGES.idle, second)
     clock.now += 3 * PAGES.idle
-    iterate(governor, other, stream, 0.0, None)
+    iterate(manager, other, stream, 0.0, None)
     assert second.gave_buffers == 0, "it runs yet"
     clock.now += 3 * PAGES.idle
-    iterate(governor, other, stream, 0.0, None)
+    iterate(manager, other, stream, 0.0, None)
     assert second.gave_buffers > 0

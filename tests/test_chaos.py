@@ -18,11 +18,11 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.policy.reclaim_order import Rung
+from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of
 from ballonet.testing.chaos import OF_A_PEER, WHERE, Chaos
-from ballonet.testing.levers import Lever
+from ballonet.testing.sources import ReclaimSource
 
 from . import models
 from .core import Other
@@ -75,7 +75,7 @@ class Pieces:
         return self.moves
 
 
-BACKINGS = st.lists(st.sampled_from(["none", "device", "host", "peer", "retiring", "alias", "kept"]), max_size=5)
+BACKINGS = st.lists(st.sampled_from(["none", "device", "host", "peer", "pending_free", "alias", "kept"]), max_size=5)
 
 
 @given(st.integers(0, 99), st.lists(BACKINGS, max_size=3), st.lists(BACKINGS, max_size=3), st.booleans(), st.booleans())
@@ -123,10 +123,10 @@ def test_same_seed_moves_the_same_and_draws_from_no_one_elses_generator() -> Non
     assert {way for pieces in first[2:] for _, way in pieces} == set(WHERE)
 
 
-class Layers(Lever):
-    """The lever of eight layers of so many pages: a pull takes whole ones, and whole ones alone go back."""
+class Layers(ReclaimSource):
+    """The source of eight layers of so many pages: a reclaim takes whole ones, and whole ones alone go back."""
 
-    rung = Rung.HIDDEN_WEIGHTS
+    level = Level.HIDDEN_WEIGHTS
 
     def __init__(self, pages: int) -> None:
         self.here = 8
@@ -139,10 +139,10 @@ class Layers(Lever):
     def would_cost(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def pull(self, pages: int) -> int:
+    def reclaim(self, pages: int) -> int:
         return self._become(max(0, self.here + -pages // self._pages))
 
-    def revert(self, pages: int) -> int:
+    def restore(self, pages: int) -> int:
         return -self._become(min(8, self.here + pages // self._pages))
 
     def _become(self, here: int) -> int:
@@ -151,14 +151,14 @@ class Layers(Lever):
         return freed
 
 
-def test_layers_larger_than_what_a_lever_is_asked_for_leave_and_come_back() -> None:
-    """No layer stays away for good, whatever was pulled before."""
+def test_layers_larger_than_what_a_source_is_asked_for_leave_and_come_back() -> None:
+    """No layer stays away for good, whatever was reclaimed before."""
     chaos, layers = Chaos(1, host=True), Layers(DEFAULT.chaos.pages + 1)
     for _ in range(400):
-        chaos.pull([layers])
+        chaos.reclaim([layers])
     assert layers.seen >= {8, 7, 6}
-    moved = chaos.pulled
-    gone, back = moved["hidden weights", "pull"], moved["hidden weights", "revert"]
+    moved = chaos.reclaimed
+    gone, back = moved["hidden weights", "reclaim"], moved["hidden weights", "restore"]
     assert gone - back == (8 - layers.here) * (DEFAULT.chaos.pages + 1)
     assert back > 8 * (DEFAULT.chaos.pages + 1), "more than all of them once"
 

@@ -79,7 +79,7 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
 SHOWN = {
     "budget": 2**23,
     "page_size": 65536,
-    "pages": {"free": 28, "weights": 100, "activations": 0, "kv": 0, "retiring": 0},
+    "pages": {"free": 28, "weights": 100, "activations": 0, "kv": 0, "pending_free": 0},
     "host_pages": 3,
     "peer": "second pool",
     "peer_budget": 2**20,

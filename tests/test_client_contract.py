@@ -1,4 +1,4 @@
-"""The contract of clients (offload/governor/client.py), on all that implement it: layers of a model, a KV cache in use,
+"""The contract of clients (offload/manager/client.py), on all that implement it: layers of a model, a KV cache in use,
 a cached prefix, a kept state, the sectors of requests that are batched. What may be taken is offered; it is taken from
 nobody who uses it; what was taken is read as before; what broke in the middle is as if it had not begun; and a client
 that is gone leaves nothing behind."""
@@ -20,13 +20,13 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device, Group, Range, Transfer
 from ballonet.hooks.batching.pages import RESERVED, SectorPages
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.prefix.snapshot import StatePages
-from ballonet.offload.governor import clients, device_view, governor, overview, reclaim
-from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
+from ballonet.offload.manager import clients, device_view, manager, overview, reclaim
+from ballonet.offload.manager.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.residency.backing import Backing
 from ballonet.offload.residency.mover import Mover
 
@@ -47,7 +47,7 @@ class Case(Protocol):
 
     @property
     def number(self) -> int:
-        """What the governor calls the client."""
+        """What the manager calls the client."""
 
     @property
     def group(self) -> Any:
@@ -68,7 +68,7 @@ class LayersOfAModel:
 
     @property
     def number(self) -> int:
-        known = governors.of(devices.require())._known.clients
+        known = managers.of(devices.require())._known.clients
         return known.of_model(self.managed._residency).number
 
     def check(self) -> None:
@@ -110,7 +110,7 @@ class CachedPrefix(CacheInUse):
 class KeptState:
     def __init__(self, device: Device) -> None:
         self.expected = [torch.randn(3, 5, 100), torch.randint(9, (7,)), torch.randn(2000).to(torch.bfloat16)]
-        self.pages = StatePages(device, governors.of(device), self.expected)
+        self.pages = StatePages(device, managers.of(device), self.expected)
         self.group = self.pages._group
         self.number = self.pages.number
 
@@ -147,15 +147,15 @@ class OptimizerState(PageClient):
     takes to be a client (client.py, Note [A new class of tensors]). Read and written in place where it is away."""
 
     def __init__(self, device: Device) -> None:
-        self.governor = governors.of(device)
+        self.manager = managers.of(device)
         self.name = "optimizer state"
-        self.used = self.governor.clock()
+        self.used = self.manager.clock()
         self.group = device.group()
         self._range = device.reserve(9 * PAGE, "kv", self.group)
         self._range.map(0, 9)
         self._mover = Mover(device, self._range, Backing(device, self.group, self._range, "kv"), threading.Lock())
         self._transfer = Transfer(device)
-        self.number = self.governor.add_client(self)
+        self.number = self.manager.add_client(self)
         self.expected = torch.arange(9 * PAGE // 4, dtype=torch.float32)
         with self.use() as value:
             value.copy_(self.expected)
@@ -194,17 +194,17 @@ class OptimizerState(PageClient):
     @contextmanager
     def use(self) -> Iterator[torch.Tensor]:
         """The tensor, to be read and written."""
-        self.used = self.governor.clock()
+        self.used = self.manager.clock()
         with GroupLease(self.group):
-            if self.governor.taken_of(self.number):
+            if self.manager.taken_of(self.number):
                 self._mover.look(0, self.pages)
-            if self.displaced and (pages := self.governor.restorable_pages(self.number)):
+            if self.displaced and (pages := self.manager.restorable_pages(self.number)):
                 self._mover.own(pages, self.pages)
                 self._mover.fetch(self._transfer, 0, 0)
             self._mover.arrive(0)
             self._range.note_use(0, True)
             yield from_dlpack(self._range.tensor(0, (self._range.nbytes // 4,), (1,), 2, 32))
-        self.governor.client_changed(self.number)
+        self.manager.client_changed(self.number)
 
     def check(self) -> None:
         with self.use() as value:
@@ -255,7 +255,7 @@ def end(held: list[Case]) -> None:
 
 def offered(device: Device, case: Case) -> list[int]:
     """The keys of what it offers now, published."""
-    known = governors.of(device)
+    known = managers.of(device)
     known.reclaim.publish_now()
     mine = [candidate.index for candidate in known.reclaim.candidates() if candidate.client == case.number]
     return [case.number * KEYS_PER_CLIENT + index for index in mine]
@@ -307,7 +307,7 @@ def test_pages_of_requests_that_run_are_offered_after_those_that_rest(device: De
 
 
 def test_an_entry_is_of_its_own_pages_and_names_what_is_there(device: Device, case: list[Case]) -> None:
-    known = governors.of(device)
+    known = managers.of(device)
     mine = [offer for offer in known.reclaim.candidates() if offer.client == case[0].number]
     for (state, candidate), offer in zip(known._known.clients.of(mine), mine, strict=True):
         entry = state.entry(candidate.index)
@@ -354,9 +354,9 @@ def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case]) -> 
 
 
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
-    parts = (governor, overview, clients, device_view, reclaim, *STEPS)
+    parts = (manager, overview, clients, device_view, reclaim, *STEPS)
     for _ in at_each_line(nullcontext, lambda _: offered(device, case[0]), *parts, most=30, least=14):
-        assert not governors.of(device)._known.lock.locked()
+        assert not managers.of(device)._known.lock.locked()
     assert take(device, case[0]) > 0
 
 
@@ -364,7 +364,7 @@ def test_client_that_is_gone_leaves_nothing_behind(device: Device, case: list[Ca
     assert take(device, case[0]) > 0
     owner = "weights" if isinstance(case[0], LayersOfAModel) else "kv"
     number = case[0].number
-    known = governors.of(device)
+    known = managers.of(device)
     case.clear()
     gc.collect()
     assert number not in [candidate.client for candidate in known.reclaim.candidates()]

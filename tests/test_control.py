@@ -99,7 +99,7 @@ def test_asked_process_says_its_budget_and_who_owns_what(listening: Listening, f
         "pid": ME,
         "budget": 2**21,
         "page_size": PAGE,
-        "pages": {"free": 0, "weights": 0, "activations": 0, "kv": 0, "retiring": 0},
+        "pages": {"free": 0, "weights": 0, "activations": 0, "kv": 0, "pending_free": 0},
         "host_pages": 0,
         "peer": "",
         "peer_budget": 0,

@@ -100,7 +100,7 @@ def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
 
         together(core, work, ("kv", "kv", "weights", "activations"))
         core.device.reap(wait=True)
-        assert core.pages()["retiring"] == 0
+        assert core.pages()["pending_free"] == 0
 
 
 def test_while_a_stream_is_captured_the_thread_does_nothing(core: Core, gate: Gate) -> None:
@@ -122,7 +122,7 @@ def test_while_a_stream_is_captured_the_thread_does_nothing(core: Core, gate: Ga
     eventually(lambda: calls()["cuStreamIsCapturing"] > after["cuStreamIsCapturing"] + 8)
     unchanged = ("cuMemMap", "cuMemUnmap", "cuMemCreate", "cuMemSetAccess", "cuEventRecord")
     assert [calls()[name] for name in unchanged] == [before[name] for name in unchanged]
-    assert (late.leads_to(0), later.leads_to(0), kv.leads_to(0)) == ("retiring", "retiring", "none")
+    assert (late.leads_to(0), later.leads_to(0), kv.leads_to(0)) == ("pending_free", "pending_free", "none")
     gate.capture(False)
     eventually(lambda: backings(late) == ["none"] * 4 and backings(kv) == ["kept"] * 2 + ["none"] * 2)
     eventually(lambda: backings(later) == ["none"] * 4)

@@ -429,4 +429,4 @@ def test_several_threads_whose_layers_come_at_once() -> None:
         together(core, work, range(4))
         settled(core)
         assert physical() <= 96 * PAGE
-        assert (core.ahead(), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)
+        assert (core.ahead(), core.pages()["pending_free"], core.pages()["kv"]) == (0, 0, 0)

@@ -140,7 +140,7 @@ def pause() -> None:
 
 def newest(core: Core) -> tuple[int, ...]:
     pages = core.pages()
-    return tuple(pages[owner] for owner in ("free", "weights", "activations", "kv", "retiring"))
+    return tuple(pages[owner] for owner in ("free", "weights", "activations", "kv", "pending_free"))
 
 
 def test_every_change_of_owners_is_a_sample(core: Core) -> None:

@@ -70,10 +70,10 @@ def test_a_retired_page_goes_back_once_its_streams_have_passed(core: Core, gate:
     some = core.range(2, mapped=2)
     gate.close(EVENTS)
     some.retire(0, 1)
-    assert some.leads_to(0) == "retiring"
+    assert some.leads_to(0) == "pending_free"
     assert core.device.reap() == 0
     assert behind(some.address)[:2] == ("device", "rw-s")  # work that is still to come may touch it
-    assert core.pages()["retiring"] == 1
+    assert core.pages()["pending_free"] == 1
     gate.open()
     core.device.reap(wait=True)
     assert some.leads_to(0) == "none"
@@ -122,7 +122,7 @@ def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate:
     with pytest.raises(DriverError) as caught:
         some.map(0, 2)
     assert caught.value.function == "cuMemSetAccess"
-    assert some.leads_to(0) == "retiring"
+    assert some.leads_to(0) == "pending_free"
     some.map(0, 2)
     assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
     write(some.address, 3, 2 * PAGE)

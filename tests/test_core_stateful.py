@@ -519,7 +519,7 @@ class Machine(RuleBasedStateMachine):
         if named & {(space, i) for i in span} and place == "device" and lacks:
             return  # what is taken for it would be in its way
         before = [space.range.leads_to(i) for i in new]
-        unsure = "retiring" in before or (self.spills and place == "host")
+        unsure = "pending_free" in before or (self.spills and place == "host")
         aliased = self.pages_behind_aliases(place)
         if place == "device":
             done = self.map_pages(space, span, new)
@@ -541,7 +541,7 @@ class Machine(RuleBasedStateMachine):
         if not self.faulty:
             self.settle()
         leads = [space.range.leads_to(i) for i in new]
-        known = not {"retiring", "kept"} & {*leads}  # a page that an alias still shows may be taken back
+        known = not {"pending_free", "kept"} & {*leads}  # a page that an alias still shows may be taken back
         before, cached, kept = self.device.snapshot(), self.cached(), self.kept()
         done = self.ask(self.mapping(space, span, "device"), len(new), known, len(span))
         if self.faulty or self.follow or before["ahead"] or done is None or self.given:
@@ -1148,7 +1148,7 @@ class Machine(RuleBasedStateMachine):
         before = faults_fired()
         self.attempt(lambda: self.device.reap(wait=wait))
         if wait and faults_fired() == before:
-            assert self.device.snapshot()["pages"]["retiring"] == self.left_to_aliases()
+            assert self.device.snapshot()["pages"]["pending_free"] == self.left_to_aliases()
 
     def left_to_aliases(self) -> int:
         """Device pages whose own range has given them up, and others show."""
@@ -1270,7 +1270,7 @@ class Machine(RuleBasedStateMachine):
                     assert (place, access) == (None, "---p")
                     assert state.pages[number][i] == -1
                 else:
-                    assert backing == "retiring"
+                    assert backing == "pending_free"
         for block in self.blocks:
             for number in self.seen(block):
                 place, access, offset = table.behind(number * self.page)

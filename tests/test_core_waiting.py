@@ -146,7 +146,7 @@ def test_page_retired_while_it_is_copied_is_not_moved(gate: Gate) -> None:
         assert not mover.result()
         core.device.reap(wait=True)
         assert one.leads_to(0) == "none"
-        assert core.pages()["retiring"] == 0
+        assert core.pages()["pending_free"] == 0
 
 
 def test_a_page_that_is_copied_from_meanwhile_is_not_moved(gate: Gate) -> None:
@@ -256,11 +256,11 @@ def test_a_snapshot_calls_no_driver(core: Core, gate: Gate) -> None:
     gate.close(EVENTS)
     some.retire(0, 8)
     assert own_calls(core.device, core.device.snapshot) == {}
-    assert core.pages()["retiring"] == 8
+    assert core.pages()["pending_free"] == 8
     gate.open()
 
     def all_gone() -> bool:
-        return core.pages()["retiring"] == 0
+        return core.pages()["pending_free"] == 0
 
     assert own_calls(core.device, lambda: eventually(all_gone)) == {}  # the mapper's thread unmaps them
 
@@ -291,7 +291,7 @@ def test_a_stream_that_was_destroyed_costs_one_synchronisation(core: Core) -> No
     def retire() -> None:
         weights(core).retire(0, 2)
         core.device.reap(wait=True)
-        eventually(lambda: core.pages()["retiring"] == 0)
+        eventually(lambda: core.pages()["pending_free"] == 0)
 
     def synchronisations() -> int:
         count: int = core.device.snapshot()["driver_calls"]["cuCtxSynchronize"]
@@ -319,7 +319,7 @@ def test_ranges_that_are_closed_together_share_a_fence(gate: Gate) -> None:
         for range_ in ranges:
             range_.close()
         gate.open()
-        eventually(lambda: core.pages()["retiring"] == 0)
+        eventually(lambda: core.pages()["pending_free"] == 0)
         after = core.device.snapshot()["driver_calls"]
         # One fence over 12 streams, the legacy one and that of copies; perhaps the first one's as well.
         assert after["cuEventRecord"] - held["driver_calls"]["cuEventRecord"] <= 2 * 14
@@ -381,7 +381,7 @@ def test_a_capture_that_begins_meanwhile_is_not_looked_at(core: Core, gate: Gate
     before = core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
     eventually(lambda: core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > before + 8)
     core.device.reap()
-    assert some.leads_to(0) == "retiring"
+    assert some.leads_to(0) == "pending_free"
     gate.capture(False)
     eventually(lambda: some.leads_to(0) == "none")
     assert gate.library.looks() == 0
@@ -401,7 +401,7 @@ def test_no_event_is_recorded_while_a_graph_may_be_captured() -> None:
         asked = device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
         eventually(lambda: device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > asked + 8)
         assert device.snapshot()["driver_calls"]["cuEventRecord"] == before
-        assert some.leads_to(0) == "retiring"
+        assert some.leads_to(0) == "pending_free"
         core.range(3).map(0, 3)  # no capture has begun: they are waited for
         assert some.leads_to(0) == "none"
         other = core.range(1, "weights")
@@ -409,4 +409,4 @@ def test_no_event_is_recorded_while_a_graph_may_be_captured() -> None:
         device.end_pool(pool)
         device.release_pool(pool)
         del other
-        eventually(lambda: core.pages()["retiring"] == 0)
+        eventually(lambda: core.pages()["pending_free"] == 0)

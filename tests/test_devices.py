@@ -15,7 +15,7 @@ from ballonet.allocator import control, devices, install, looks
 from ballonet.allocator.config import Config
 from ballonet.allocator.devices import Runtime
 from ballonet.allocator.errors import InstallError, NotInstalled
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.manage import managed
@@ -77,29 +77,29 @@ def test_each_device_has_one_runtime(two: tuple[Runtime, Runtime]) -> None:
         devices.of(2)
 
 
-def test_settings_governors_and_events_are_of_one_runtime(two: tuple[Runtime, Runtime]) -> None:
+def test_settings_managers_and_events_are_of_one_runtime(two: tuple[Runtime, Runtime]) -> None:
     first, second = two
-    mine, theirs = (governors.of(runtime.device) for runtime in two)
+    mine, theirs = (managers.of(runtime.device) for runtime in two)
     assert mine is not theirs
-    assert (governors.of(first.device), governors.of(second.device)) == (mine, theirs)
+    assert (managers.of(first.device), managers.of(second.device)) == (mine, theirs)
     assert [runtime.settings.reserve for runtime in two] == [5.0, 7.0]
     assert [runtime.device.page_size for runtime in two] == [4096, 8192]
     assert (mine.events, theirs.events) == (first.events, second.events)
-    second.events.decided("lend", "pull", 3)
+    second.events.decided("lend", "reclaim", 3)
     assert first.events.counts() == {}
-    assert second.events.counts()["lend"]["pull"].pages == 3
+    assert second.events.counts()["lend"]["reclaim"].pages == 3
 
 
 def test_a_runtime_is_composed_without_changing_the_other(two: tuple[Runtime, Runtime]) -> None:
     first, second = (runtime.device for runtime in two)
-    before = governors.composed_with()
-    kept, replaced = governors.of(first), governors.of(second)
+    before = managers.composed_with()
+    kept, replaced = managers.of(first), managers.of(second)
     clock = Clock(7.0)
-    assert governors.compose_with(before._replace(clock=clock), second) == before
-    assert governors.of(first) is kept
-    assert governors.of(second) is not replaced
-    assert [governors.of(device).clock is clock for device in (first, second)] == [False, True]
-    assert [governors.composed_with(device).clock is clock for device in (None, first, second)] == [False, False, True]
+    assert managers.compose_with(before._replace(clock=clock), second) == before
+    assert managers.of(first) is kept
+    assert managers.of(second) is not replaced
+    assert [managers.of(device).clock is clock for device in (first, second)] == [False, True]
+    assert [managers.composed_with(device).clock is clock for device in (None, first, second)] == [False, False, True]
 
 
 def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, Runtime]) -> None:
@@ -109,7 +109,7 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
     with manage_on(built[0], first), manage_on(built[1], second):
         weights = [pages(runtime, "weights") for runtime in two]
         assert min(weights) > 0
-        names = [[seat.name for seat in governors.of(runtime.device)._known.clients.models] for runtime in two]
+        names = [[seat.name for seat in managers.of(runtime.device)._known.clients.models] for runtime in two]
         assert names == [[type(built[0]).__name__], [type(built[1]).__name__]]
         kept = say(built[1])
         assert torch.equal(kept.sequences, expected[1])
@@ -118,7 +118,7 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
         assert torch.equal(also.sequences, expected[0])
         assert pages(first, "kv") > 0
         assert [pages(runtime, "weights") for runtime in two] == weights
-        assert [len(governors.of(runtime.device)._known.clients.paged) for runtime in two] == [1, 1]
+        assert [len(managers.of(runtime.device)._known.clients.paged) for runtime in two] == [1, 1]
         said = [looks.look(number=runtime.number) for runtime in two]
         assert [[model["name"] for model in look["models"]] for look in said] == names
         kv_range = kept.past_key_values.layers[0].kv_range
@@ -159,7 +159,7 @@ def test_a_runtime_ends_and_the_other_goes_on(tuned: Tuned) -> None:
         devices.holding(device)
     again = devices.start(FIRST)
     assert again is not first
-    assert governors.of(again.device) is not governors.of(second.device)
+    assert managers.of(again.device) is not managers.of(second.device)
     devices.stop(1)
     devices.stop(0)
     assert devices.every() == ()

@@ -20,7 +20,7 @@ EVENTS = st.lists(
     st.builds(
         LoggedEvent,
         when=st.integers(0, 9),
-        lever=st.sampled_from("abc"),
+        source=st.sampled_from("abc"),
         verb=st.sampled_from("xy"),
         pages=st.integers(0, 9),
         predicted=st.sampled_from([1.0, 2.0]),
@@ -50,7 +50,7 @@ def test_event_nobody_predicted_is_expected_to_take_as_long_as_before(events: li
         before = [
             earlier
             for earlier in events[:index]
-            if (earlier.lever, earlier.verb) == (event.lever, event.verb) and earlier.measured is not None
+            if (earlier.source, earlier.verb) == (event.source, event.verb) and earlier.measured is not None
         ]
         pages = sum(earlier.pages for earlier in before)
         if event.measured is None or not pages:
@@ -94,17 +94,17 @@ def test_counts_are_of_all_that_came_and_can_be_told_from_earlier_ones(events: l
 
 def brute(events: list[LoggedEvent]) -> dict[tuple[str, str], Count]:
     return {
-        (lever, verb): Count(
-            len(of := [event for event in events if (event.lever, event.verb) == (lever, verb)]),
+        (source, verb): Count(
+            len(of := [event for event in events if (event.source, event.verb) == (source, verb)]),
             sum(event.pages for event in of),
             sum(event.measured or 0 for event in of),
         )
-        for lever, verb in {(event.lever, event.verb) for event in events}
+        for source, verb in {(event.source, event.verb) for event in events}
     }
 
 
 def summed(counts: dict[str, dict[str, Count]]) -> dict[tuple[str, str], Count]:
-    return {(lever, verb): count for lever, verbs in counts.items() for verb, count in verbs.items()}
+    return {(source, verb): count for source, verbs in counts.items() for verb, count in verbs.items()}
 
 
 def test_event_of_the_core_is_named_once_whoever_listens() -> None:
@@ -122,23 +122,23 @@ def test_event_of_the_core_is_named_once_whoever_listens() -> None:
     log.hear()
     me = threading.current_thread().name
     assert log.since().events == [
-        LoggedEvent(5, "idle weights", "pull", 3, "model, layer 7", me, 0.5, 0.002),
+        LoggedEvent(5, "idle weights", "reclaim", 3, "model, layer 7", me, 0.5, 0.002),
         LoggedEvent(6, "idle weights", "yield", 1, "model, layer 8", "thread 12345", 0.5, None),
-        LoggedEvent(7, "spill", "pull", 2, "", "ballonet", None, None),
-        LoggedEvent(8, "something new", "pull", 1, "", me, None, None),
+        LoggedEvent(7, "spill", "reclaim", 2, "", "ballonet", None, None),
+        LoggedEvent(8, "something new", "reclaim", 1, "", me, None, None),
         LoggedEvent(9, "budget", "set", 4, "", me, None, 1e-6),
     ]
-    assert log.counts()["idle weights"] == {"pull": Count(1, 3, 0.002), "yield": Count(1, 1, 0.0)}
+    assert log.counts()["idle weights"] == {"reclaim": Count(1, 3, 0.002), "yield": Count(1, 1, 0.0)}
 
 
 def test_an_entry_of_nobody_has_its_number() -> None:
     log = Events(Core((5, "take", 3, 77, 0, 0)))
     log.hear()
     (event,) = log.since().events
-    assert (event.lever, event.what) == ("reclaim", "entry 77")
+    assert (event.source, event.what) == ("reclaim", "entry 77")
 
 
-def test_every_kind_of_the_core_is_a_lever_and_a_verb_and_only_entries_have_a_name() -> None:
+def test_every_kind_of_the_core_is_a_source_and_a_verb_and_only_entries_have_a_name() -> None:
     source = (Path(__file__).parent.parent / "allocator" / "csrc" / "pages" / "events.h").read_text()
     names = re.search(r"kNames\[\] = \{(.*?)\}", source, re.DOTALL)
     assert names is not None
@@ -147,25 +147,25 @@ def test_every_kind_of_the_core_is_a_lever_and_a_verb_and_only_entries_have_a_na
     def refuse(key: int) -> Named:
         raise AssertionError(f"asked for {key}")
 
-    for kind, (lever, verb) in KINDS.items():
+    for kind, (source, verb) in KINDS.items():
         log = Events(Core((1, kind, 1, 9, 0, 0)))
-        if lever:
+        if source:
             log.naming = refuse  # the key of a budget is another number
         log.hear()
         (event,) = log.since().events
-        assert (event.lever, event.verb) == (lever or "reclaim", verb)
+        assert (event.source, event.verb) == (source or "reclaim", verb)
 
 
 def test_a_decision_of_this_moment_is_of_the_thread_that_makes_it() -> None:
     log = Events()
     begin = time.monotonic_ns()
     log.decided("budget", "set", 3, predicted=1.0)
-    log.decided("idle KV", "revert", 2, what="a cache", by="a model")
+    log.decided("idle KV", "restore", 2, what="a cache", by="a model")
     first, second = log.since().events
     assert begin <= first.when <= second.when <= time.monotonic_ns()
     assert (first.by, first.predicted, first.measured) == (threading.current_thread().name, 1.0, None)
     assert (second.by, second.what) == ("a model", "a cache")
-    assert second.to_dict()["lever"] == "idle KV"
+    assert second.to_dict()["source"] == "idle KV"
 
 
 @pytest.mark.usefixtures("hasty")

@@ -79,7 +79,7 @@ def test_the_demo_s_picture_says_how_large_a_page_is(tmp_path: Path, monkeypatch
     run = {"page_size": 4096, "start": 0, "stop": 3 * 10**9, "rows": rows, "levels": [(0, 2**17, 0), (10**9, 2**16, 5)]}
     draw(tmp_path / "demo.svg", {"shrunk": run | {"marks": [("load", 0), ("answer", 10**9)]}}, 81920)
     drawn = (tmp_path / "demo.svg").read_text()
-    for text in ("4 KiB each", "load", "answer", "retiring (waits for what still uses it)"):
+    for text in ("4 KiB each", "load", "answer", "pending free (waits for what still uses it)"):
         assert f"<!-- {text}" in drawn or text in drawn, text
 
 

@@ -1,6 +1,6 @@
-"""One slot or two by what was measured: against brute force, and as the governor asks for it.
+"""One slot or two by what was measured: against brute force, and as the manager asks for it.
 
-See offload/governor/decision.py, Note [One slot or two]."""
+See offload/manager/decision.py, Note [One slot or two]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.governor.decision import fastest
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.manager.decision import fastest
+from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.policy.plan import Costs, Plan, fewest, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Phase
@@ -99,25 +99,25 @@ def test_phase_that_takes_the_time_decides() -> None:
     assert fastest(two, [], MARGIN) == two, "nothing was measured"
 
 
-# -- as the governor asks
+# -- as the manager asks
 
 
 ONE, TWO = (streaming(EQUAL, spread(EQUAL, 4 + slots), slots) for slots in (1, 2))  # both free four layers of eight
 
 
-def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, Governor, Clock, FakeModel]:
+def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, MemoryManager, Clock, FakeModel]:
     """The model's layers take so many times as long to copy as to compute, in either phase."""
     seconds = sum(EQUAL) * PAGE / LINK / ratio
-    device, governor, clock, (a,) = governed(100, {"plan": plan, "decode": seconds, "prefill": seconds, **options})
-    return device, governor, clock, a
+    device, manager, clock, (a,) = governed(100, {"plan": plan, "decode": seconds, "prefill": seconds, **options})
+    return device, manager, clock, a
 
 
-def changes(a: FakeModel, governor: Governor, steps: int, phase: Phase = "decode") -> list[int]:
+def changes(a: FakeModel, manager: MemoryManager, steps: int, phase: Phase = "decode") -> list[int]:
     """The steps before which it was arranged anew."""
     changed = []
     for step in range(steps):
         before = a.plan
-        a.step(governor, phase)
+        a.step(manager, phase)
         changed += [step] * (a.plan != before)
     return changed
 
@@ -126,8 +126,8 @@ def changes(a: FakeModel, governor: Governor, steps: int, phase: Phase = "decode
     ("ratio", "plan", "then"), [(2.0, ONE, TWO), (8.0, TWO, ONE), (2.0, TWO, TWO), (4.0, ONE, ONE)]
 )
 def test_once_measured_it_takes_the_faster_one_and_keeps_it(ratio: float, plan: Plan, then: Plan) -> None:
-    _, governor, _, a = model(ratio, plan)
-    assert changes(a, governor, 2000) == ([LOOK - 1] if then != plan else [])
+    _, manager, _, a = model(ratio, plan)
+    assert changes(a, manager, 2000) == ([LOOK - 1] if then != plan else [])
     assert a.plan == then
     assert a.decisions[-1].why == "memory demands it"
     if then != plan:
@@ -137,54 +137,54 @@ def test_once_measured_it_takes_the_faster_one_and_keeps_it(ratio: float, plan: 
 def test_plan_stays_where_nothing_was_measured() -> None:
     for unknown in ({"decode": None, "prefill": None}, {"bandwidth": None}):
         bandwidth = unknown.pop("bandwidth", LINK)
-        _, governor, _, (a,) = governed(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
-        assert changes(a, governor, 200) == []
+        _, manager, _, (a,) = governed(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
+        assert changes(a, manager, 200) == []
         assert "assumed" in a.decisions[-1].why
-    governor.link.bandwidth = LINK
-    assert changes(a, governor, 600) == [LOOK + 2 * LOOK + 4 * LOOK - 200 - 1], "the third look"
+    manager.link.bandwidth = LINK
+    assert changes(a, manager, 600) == [LOOK + 2 * LOOK + 4 * LOOK - 200 - 1], "the third look"
 
 
 def test_typical_seconds_decide_and_not_the_slowest() -> None:
     """Not what an SLO would be judged by, four times as long: with that two slots would be faster."""
-    _, governor, _, a = model(2.0, TWO)
+    _, manager, _, a = model(2.0, TWO)
     a.typical = lambda point: sum(EQUAL) * PAGE / LINK / 8  # type: ignore[method-assign]
-    assert changes(a, governor, 200) == [LOOK - 1]
+    assert changes(a, manager, 200) == [LOOK - 1]
     assert a.plan == ONE
 
 
 def test_faster_plan_needs_no_free_page() -> None:
     """The cache has all but a few, and the clock goes on."""
-    device, governor, clock, a = model(2.0, ONE)
-    changes(a, governor, LOOK - 1)
+    device, manager, clock, a = model(2.0, ONE)
+    changes(a, manager, LOOK - 1)
     device.kv = device.free - 5
     for _ in range(40):
         clock.now += 0.5
-        a.step(governor)
+        a.step(manager)
         assert a.plan.device_pages == 20, "what it came with"
     assert a.plan == TWO
 
 
 def test_layer_taken_meanwhile_is_not_taken_back() -> None:
     """Found faster, but not arranged yet, when pages run out: then it needs too many."""
-    device, governor, _, a = model(2.0, streaming(EQUAL, spread(EQUAL, 3), 1))
-    arrange, a.arrange = a.arrange, lambda governor, plan: None  # type: ignore[method-assign]
+    device, manager, _, a = model(2.0, streaming(EQUAL, spread(EQUAL, 3), 1))
+    arrange, a.arrange = a.arrange, lambda manager, plan: None  # type: ignore[method-assign]
     for _ in range(LOOK):
-        a.step(governor)
+        a.step(manager)
     assert a.decisions[-1].why == "by what was measured this is faster in no more pages"
     device.kv += device.free
     assert device.grow(1), "a layer was taken"
     a.arrange = arrange  # type: ignore[method-assign]
-    a.step(governor)
+    a.step(manager)
     assert a.plan.device_pages <= 25
 
 
 def test_prompts_and_answers_in_turns_do_not_make_it_flap() -> None:
     """One slot is best for decoding, two are for prefill: 64 of each, and again. It changes ever more seldom."""
-    _, governor, _, a = model(2.0, ONE)
+    _, manager, _, a = model(2.0, ONE)
     a.times["decode"] = sum(EQUAL) * PAGE / LINK / 8
     steps = []
     for turn in range(160):
-        steps += [turn * LOOK + step for step in changes(a, governor, LOOK, "decode" if turn % 2 else "prefill")]
+        steps += [turn * LOOK + step for step in changes(a, manager, LOOK, "decode" if turn % 2 else "prefill")]
     assert steps[0] == LOOK - 1
     assert len(steps) <= 2
     assert all(after - before >= 2 * LOOK for before, after in pairwise(steps))
@@ -192,33 +192,33 @@ def test_prompts_and_answers_in_turns_do_not_make_it_flap() -> None:
 
 def test_faster_plan_is_kept_after_an_idle_while() -> None:
     """Idle for a while and asked to decode again it keeps the plan, though more layers stream than it came with."""
-    _, governor, clock, a = model(2.0, ONE)
-    changes(a, governor, LOOK)
+    _, manager, clock, a = model(2.0, ONE)
+    changes(a, manager, LOOK)
     assert a.plan == TWO
     clock.now += 5
-    assert changes(a, governor, 3) == []
+    assert changes(a, manager, 3) == []
     assert a.decisions[-1].why == "memory demands it"
 
 
 @pytest.mark.parametrize("options", [{"tpot": 1.0}, {"ttft": 1.0}, {"interval": 2}, {"interval": None}])
 def test_plan_that_was_asked_for_or_given_by_an_slo_stays(options: dict[str, Any]) -> None:
     """Only a model that is free to choose does."""
-    _, governor, _, a = model(2.0, ONE, **options)
-    assert not any("faster" in decision.why for decision in (a.step(governor) for _ in range(200)))
+    _, manager, _, a = model(2.0, ONE, **options)
+    assert not any("faster" in decision.why for decision in (a.step(manager) for _ in range(200)))
 
 
 def test_plan_that_cannot_be_arranged_is_tried_at_looks_only() -> None:
     """A plan that could not be arranged is offered again at the next look, not at every iteration."""
-    _, governor, _, a = model(2.0, ONE)
+    _, manager, _, a = model(2.0, ONE)
     arranged = []
 
-    def cannot(governor: Governor, plan: Plan) -> None:
+    def cannot(manager: MemoryManager, plan: Plan) -> None:
         arranged.append(len(a.decisions))
-        with suppress(MemoryError), governor.changing(a):
+        with suppress(MemoryError), manager.changing(a):
             raise MemoryError
 
     a.arrange = cannot  # type: ignore[method-assign]
     for _ in range(LOOK + 2 * LOOK + 4 * LOOK):
-        a.step(governor)
+        a.step(manager)
     assert arranged == [LOOK - 1, 3 * LOOK - 1, 7 * LOOK - 1]
     assert a.plan == ONE

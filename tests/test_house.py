@@ -103,8 +103,8 @@ FACTS = {
     "allocator/preflight/torch_probes.py": {"PAGES"},
     "allocator/allocation_trace.py": {"_LARGEST"},
     "allocator/replay.py": {"_WORD"},
-    "offload/governor/kv_client.py": {"_FIRST_SLICE"},
-    "offload/governor/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
+    "offload/manager/kv_client.py": {"_FIRST_SLICE"},
+    "offload/manager/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
     "offload/policy/coordinator.py": {"FIXED"},
@@ -327,8 +327,8 @@ PROCESS = {
     "allocator/trusted.py": "tell",  # a warning is given once per text and process
     "allocator/versions.py": "_told",  # a warning is given once per process
     "allocator/shared_ledger.py": "_here",  # locks of files are of a process, this one is between threads
-    "hooks/batching/seams.py": "_attached _thread why_stock",  # transformers' names are replaced once
-    "hooks/device/governors.py": "_unless_said _measuring",  # the link is measured for one at a time
+    "hooks/batching/patches.py": "_attached _thread why_stock",  # transformers' names are replaced once
+    "hooks/device/managers.py": "_unless_said _measuring",  # the link is measured for one at a time
     "hooks/device/graphs.py": "GRAPHS",  # torch's class of graphs is one for all devices
     "hooks/device/shared.py": "_joining",  # joining opens the socket of the process
     "hooks/forward/hook_base.py": "_known",  # by model: what splices and streams it know only the model
@@ -340,7 +340,7 @@ PROCESS = {
     "hooks/pieces/graph_pool.py": "_without_collection",  # Python collects for the whole process, or not
     "hooks/pieces/recipe.py": "writes THE_CACHE UNREAD",  # an operator of torch has one schema; names in recipes
     "hooks/pieces/recorder.py": "_needs_host",  # an operator of torch has one schema
-    "hooks/pieces/seams.py": "_recording _thread",  # transformers' names; who records, by thread
+    "hooks/pieces/patches.py": "_recording _thread",  # transformers' names; who records, by thread
     "hooks/plan/forward.py": "seen _all_widths",  # a configuration has the same forwards whoever plans with it
     "hooks/prefix/sessions.py": "_stores _thread",  # `generate` is wrapped once; of one thread: may it be stored?
     "hooks/programs/first_use.py": "_installed _watching",  # a notebook loads the extension once
@@ -350,7 +350,7 @@ PROCESS = {
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules
     "hooks/weights/ranges.py": "FROM_CPU",  # an empty mapping, known by its identity
-    "offload/governor/decision.py": "_kept _meeting",  # by numbers; the last some hundred are kept
+    "offload/manager/decision.py": "_kept _meeting",  # by numbers; the last some hundred are kept
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
     "offload/policy/remap.py": "_least cap nested",  # by numbers; the last some hundred are kept
@@ -432,14 +432,14 @@ def test_docstrings_begin_with_what_a_thing_is_or_does(trees: dict[Path, ast.Mod
 
 
 def test_every_client_runs_the_contract() -> None:
-    """What adds a client to a governor: another such file is another case of tests/test_client_contract.py."""
+    """What adds a client to a manager: another such file is another case of tests/test_client_contract.py."""
     adding = {
         path.relative_to(ROOT).as_posix()
         for _, path in SOURCES
-        if re.search(r"governor\.(add|add_client)\(", path.read_text())
-    } - {"offload/governor/client.py"}  # whose Note says how
+        if re.search(r"manager\.(add|add_client)\(", path.read_text())
+    } - {"offload/manager/client.py"}  # whose Note says how
     # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
-    assert adding == {"hooks/streaming/model_residency.py", "hooks/batching/pages.py", "offload/governor/kv_tier.py"}
+    assert adding == {"hooks/streaming/model_residency.py", "hooks/batching/pages.py", "offload/manager/kv_tier.py"}
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -17,13 +17,13 @@ from ballonet.allocator import devices, install, interrupts
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Finalizer, guarded, if_free
 from ballonet.hooks import manage, managed
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward import forwards, lease
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import moving
-from ballonet.offload.governor import clients, governor, kv_client, kv_tier, overview, reclaim
+from ballonet.offload.manager import clients, kv_client, kv_tier, manager, overview, reclaim
 
 from .core import PAGE, UNMAPS, Gate, Other, program
 from .faulting import at_each_line
@@ -39,7 +39,7 @@ FAREWELLS = (
     generation,
     lease,
     forwards,
-    governor,
+    manager,
     overview,
     reclaim,
     reclaim,
@@ -214,7 +214,7 @@ def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None, other: 
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ignored: Ignored) -> None:
     model = build("llama", num_hidden_layers=2)
     device = devices.require()
-    known = governors.of(device)._known.clients
+    known = managers.of(device)._known.clients
 
     def begin() -> AbstractContextManager[list[KVCache]]:
         held = [KVCache(model.config)]
@@ -235,7 +235,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ign
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ignored: Ignored) -> None:
     """The model's pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
     device = devices.require()
-    known = governors.of(device)._known.clients
+    known = managers.of(device)._known.clients
 
     @contextmanager
     def begin() -> Iterator[list[Any]]:
@@ -269,7 +269,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
     """As they come when a traceback is kept: it keeps frames, and what is in them."""
     model = build("llama", num_hidden_layers=3)
     it = ballonet.manage(model, interval=1)
-    seat = governors.of(devices.require())._known.clients.of_model(it._residency)
+    seat = managers.of(devices.require())._known.clients.of_model(it._residency)
     kept: list[BaseException] = []
 
     def change(_: object) -> None:
@@ -280,7 +280,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
         except KeyboardInterrupt as error:
             kept.append(error)
 
-    modules = (interrupts, lease, model_residency, arrangement, streamed, governor)
+    modules = (interrupts, lease, model_residency, arrangement, streamed, manager)
     for _ in at_each_line(nullcontext, change, *modules, least=40):
         assert not seat.held
         assert not it._turns.sections

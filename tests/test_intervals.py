@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ballonet.offload.governor.activity import Intervals
+from ballonet.offload.manager.activity import Intervals
 
 PENDING = 16
 

@@ -182,7 +182,7 @@ def test_lending_over_random_traces_takes_no_page_in_use(trace: list[tuple[int, 
             for k, given_back in due(accounts, total - sum(before) - sum(kept), most).items():
                 kept[k] -= given_back
                 assert kept[k] >= 0
-            while sum(used) + sum(kept) > total:  # the ladder: prefixes go before anybody is refused
+            while sum(used) + sum(kept) > total:  # the reclaim order: prefixes go before anybody is refused
                 kept[max(range(3), key=lambda k: kept[k])] -= 1
         elif what == "keep":
             kept[n] += used[n]

@@ -67,7 +67,7 @@ def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
     assert before.is_of(model)
     assert torch.equal(logits(model), expected)
     pages = ballonet.stats().pages
-    assert (pages.weights, pages.retiring) == (0, 0)
+    assert (pages.weights, pages.pending_free) == (0, 0)
 
 
 @pytest.mark.parametrize("loaded", ["before", "after"])

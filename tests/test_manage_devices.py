@@ -83,7 +83,7 @@ def lives(place: Place) -> None:
         device.reap(wait=True)
         device.check()
         pages = ballonet.stats().pages
-        assert pages.weights == pages.kv == pages.retiring == 0, pages
+        assert pages.weights == pages.kv == pages.pending_free == 0, pages
     convert(model, inputs)
     if not place.cuda:
         return

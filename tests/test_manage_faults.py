@@ -65,7 +65,7 @@ def live(phase: str) -> None:
         assert unharmed()
         settled.append(settle(device))
         before, after = settled[0], settled[-1]
-        assert after["weights"] == after["kv"] == after["retiring"] == 0, after
+        assert after["weights"] == after["kv"] == after["pending_free"] == 0, after
         assert after["activations"] <= before["activations"] + 1, (before, after)
         assert bytes_that_exist() <= sum(after.values()) * PAGE
 
@@ -99,5 +99,5 @@ def settle(device: Device) -> dict[str, int]:
         device.check()
         rounds += 1
         pages: dict[str, int] = device.snapshot()["pages"]
-        if rounds > 1 and (not pages["retiring"] or time.monotonic() > end):  # an unmap that failed is tried again
+        if rounds > 1 and (not pages["pending_free"] or time.monotonic() > end):  # an unmap that failed is tried again
             return pages

@@ -185,7 +185,7 @@ def test_an_operation_leaves_what_it_leaves_of_a_twin(device: Device, name: str)
     assert contents(model) == expected
     assert conserved(device, managed)
     assert torch.equal(tokens(model), tokens(twin))
-    assert all_in_pool(model, "device", *(["host"] if chaos_of(managed) else []))  # which pulls levers
+    assert all_in_pool(model, "device", *(["host"] if chaos_of(managed) else []))  # which reclaims sources
     assert not managed.report().unmanaged_tensors
     now = tensors(model)
     assert stayed.items() <= {name: tensor.data_ptr() for name, tensor in now.items()}.items()

@@ -62,7 +62,7 @@ def test_any_process_has_figures_at_a_port() -> None:
         with ballonet.manage(model, prefix_cache=True):
             for _ in range(2):
                 model.generate(**prompts(batch=1, longest=9), max_new_tokens=6, min_new_tokens=6, do_sample=False)
-            devices.of().events.decided("kv", "pull", 3, measured=0.5)
+            devices.of().events.decided("kv", "reclaim", 3, measured=0.5)
             devices.require().reap(wait=True)  # so that both looks find the same
             now, stats = samples(page(endpoint.url)), ballonet.stats()
     finally:
@@ -71,8 +71,8 @@ def test_any_process_has_figures_at_a_port() -> None:
     assert owners == {name: count * PAGE for name, count in stats.pages.items()}
     assert sum(owners.values()) == now["ballonet_created_bytes"] <= now["ballonet_budget_bytes"] == 2**25
     assert now["ballonet_kv_bytes{tier=device}"] == owners["kv"] > 0
-    assert now["ballonet_decision_bytes_total{lever=kv,verb=pull}"] == 3 * PAGE
-    assert now["ballonet_decision_seconds_total{lever=kv,verb=pull}"] == 0.5
+    assert now["ballonet_decision_bytes_total{source=kv,verb=reclaim}"] == 3 * PAGE
+    assert now["ballonet_decision_seconds_total{source=kv,verb=reclaim}"] == 0.5
     name = type(model).__name__
     assert now[f"ballonet_layers{{model={name}}}"] == model.config.num_hidden_layers
     # the second prompt may lack one token only

@@ -83,7 +83,7 @@ def kept() -> tuple[int, int, int]:
     device.reap(wait=True)
     device.check()
     pages = device.snapshot()["pages"]
-    return pages["weights"], pages["kv"], pages["retiring"]
+    return pages["weights"], pages["kv"], pages["pending_free"]
 
 
 def test_cells_run_again_and_nothing_piles_up(notebook: Notebook) -> None:
@@ -153,7 +153,7 @@ def test_stats_as_a_table() -> None:
     assert shown["on the host"] == ["4", "16KiB"]
     assert shown["spilled there"] == ["12", "48KiB"]
     assert shown["copied: weights_d2h"] == ["", "6B"]
-    assert shown["inflate, pull: 2 times"] == ["13", "52KiB"]
+    assert shown["idle activations, reclaim: 2 times"] == ["13", "52KiB"]
 
 
 def test_a_table_shows_text_as_text() -> None:

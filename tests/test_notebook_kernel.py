@@ -130,11 +130,11 @@ def test_a_kernel_publishes_a_live_widget_and_a_table_where_there_are_none(kerne
     assert "budget 8MiB" in first
 
     ballonet.set_budget("4MiB")
-    devices.of().events.decided("kv", "pull", 3, what="<KV>")
+    devices.of().events.decided("kv", "reclaim", 3, what="<KV>")
     kernel.until(lambda message: "&lt;KV&gt;" in _value(message, widget))
     last = kernel.value_of(widget)[-1]
     assert "budget 4MiB" in last
-    assert "kv, pull: 3 pages (192KiB) of &lt;KV&gt;" in last
+    assert "kv, reclaim: 3 pages (192KiB) of &lt;KV&gt;" in last
 
     assert kernel.run("seen.stop()\nseen.live")["text/plain"] == "False"
     table = kernel.run(f"import sys\nsys.modules['ipywidgets'] = None\nballonet.watch({ME})")

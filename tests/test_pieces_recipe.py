@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from ballonet.hooks.compat import cache_name
 from ballonet.hooks.pieces import runner
 from ballonet.hooks.pieces.attention import TorchListener
+from ballonet.hooks.pieces.patches import recording
 from ballonet.hooks.pieces.recipe import (
     OUTSIDE,
     EagerCall,
@@ -35,7 +36,6 @@ from ballonet.hooks.pieces.recipe import (
     same,
 )
 from ballonet.hooks.pieces.recorder import ForwardRecorder, RecordedLayers
-from ballonet.hooks.pieces.seams import recording
 from ballonet.hooks.weights.model_parts import decoder_layers
 
 from . import models

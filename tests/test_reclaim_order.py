@@ -1,4 +1,4 @@
-"""The ladder: who gives first and who gets back first, with floors and priorities; no flapping on a square wave."""
+"""The reclaim order: who gives and gets back first, with floors and priorities; no flapping on a square wave."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
-from ballonet.offload.governor.client import KEYS_PER_CLIENT
+from ballonet.offload.manager.client import KEYS_PER_CLIENT
 from ballonet.offload.policy.plan import Plan, streaming
-from ballonet.offload.policy.reclaim_order import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
+from ballonet.offload.policy.reclaim_order import LISTED, Absent, Candidate, Level, above_floors, ordered, restore_order
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
@@ -28,9 +28,9 @@ HERE = Point("decode", 1, 8)
 # -- the order
 
 
-def test_rungs_are_in_the_order_of_the_documents() -> None:
-    assert sorted(Rung) == list(Rung)
-    assert [rung.label for rung in LISTED] == [
+def test_levels_are_in_the_order_of_the_documents() -> None:
+    assert sorted(Level) == list(Level)
+    assert [level.label for level in LISTED] == [
         "prefix",
         "lend",
         "idle weights",
@@ -40,20 +40,20 @@ def test_rungs_are_in_the_order_of_the_documents() -> None:
         "running KV",
         "last weights",
     ]
-    assert LISTED[0] > Rung.TRIM, "what costs nothing comes first"
-    assert LISTED[-1] < Rung.WAIT < Rung.SPILL < Rung.REFUSE
+    assert LISTED[0] > Level.TRIM, "what costs nothing comes first"
+    assert LISTED[-1] < Level.WAIT < Level.SPILL < Level.REFUSE
 
 
 def test_candidates_are_in_order() -> None:
-    """Rung, then priority, then what a page costs per iteration, then recency; pages decide nothing."""
+    """Level, then priority, then what a page costs per iteration, then recency; pages decide nothing."""
     every = [
-        Candidate(rung, client, 0, pages, priority, recency, seconds)
-        for client, (rung, priority, seconds, recency, pages) in enumerate(
+        Candidate(level, client, 0, pages, priority, recency, seconds)
+        for client, (level, priority, seconds, recency, pages) in enumerate(
             itertools.product(LISTED, (-1, 0, 2), (0.0, 0.5), (0.0, 1.0, 2.0), (1, 7))
         )
     ]
     for them in (every, every[::-1]):  # equals stay as they come
-        assert ordered(them) == sorted(them, key=lambda it: (it.rung, it.priority, it.seconds, -it.recency))
+        assert ordered(them) == sorted(them, key=lambda it: (it.level, it.priority, it.seconds, -it.recency))
 
 
 some_candidates = st.lists(
@@ -108,25 +108,25 @@ def test_the_whole_list() -> None:
     """Prefixes that the host has, idle weights, idle KV, hidden weights, stalling weights, running KV, layers beyond
     the cap: the core takes them in that order."""
     came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: resident again it may give as many
-    device, governor, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
+    device, manager, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
     for _ in range(24):
         clock.now += PAGES.dwell / 10
-        b.step(governor)
+        b.step(manager)
     assert b.plan == Plan(EQUAL)
-    old = FakeCache(device, governor, clock, "old")
+    old = FakeCache(device, manager, clock, "old")
     old.step(6)
-    prefix = FakeCache(device, governor, clock, "prefix")
+    prefix = FakeCache(device, manager, clock, "prefix")
     prefix.step(3)
     prefix.only_cached, prefix.clean = True, {0, 1}
     clock.now += 2 * PAGES.idle
-    b.step(governor)
-    new = FakeCache(device, governor, clock, "new")
+    b.step(manager)
+    new = FakeCache(device, manager, clock, "new")
     new.step(4)
     device.kv = device.free
     while device.want(1, b):
         device.kv += device.free
-    labels = [governor._known.list.named(key).lever for key in _keys_taken(device, governor, a, b, old, prefix, new)]
-    listed = [rung.label for rung in LISTED if rung is not Rung.LEND]  # nobody lacks anything
+    labels = [manager._known.list.named(key).source for key in _keys_taken(device, manager, a, b, old, prefix, new)]
+    listed = [level.label for level in LISTED if level is not Level.LEND]  # nobody lacks anything
     assert [label for label, _ in itertools.groupby(labels)] == listed
     assert [name for name, _ in itertools.groupby(trace(device))] == [
         "prefix",  # its clean pages
@@ -144,28 +144,28 @@ def test_the_whole_list() -> None:
 
 def test_kv_that_rests_goes_before_layers_of_models_that_run() -> None:
     """Nobody reads it for now, so that it costs no iteration anything; what else the cache has is read in each."""
-    device, governor, _, (a,) = governed(100, {})
-    a.step(governor)
-    cache = FakeCache(device, governor, governor.clock)
+    device, manager, _, (a,) = governed(100, {})
+    a.step(manager)
+    cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
     cache.resting = {2, 3}
-    governor.client_changed(cache.number)
+    manager.client_changed(cache.number)
     order = [name for name, _ in itertools.groupby(keys(device), lambda key: key[0])]
     assert order == ["cache", "a", "cache", "a"]
     assert keys(device)[:2] == [("cache", 2), ("cache", 3)]
 
 
-def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCache) -> list[int]:
+def _keys_taken(device: FakeDevice, manager: Any, *clients: FakeModel | FakeCache) -> list[int]:
     by_name = {
-        client.name: client if isinstance(client, FakeCache) else governor._known.clients.of_model(client)
+        client.name: client if isinstance(client, FakeCache) else manager._known.clients.of_model(client)
         for client in clients
     }
     return [by_name[name].number * KEYS_PER_CLIENT + index for name, index in device.trace]
 
 
 def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
-    device, governor, clock, _ = governed(20)
-    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    device, manager, clock, _ = governed(20)
+    one, two = (FakeCache(device, manager, clock, name) for name in ("one", "two"))
     for model in (two, one):
         model.step(5)
     device.kv = 10
@@ -174,42 +174,40 @@ def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
 
 
 def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> None:
-    device, governor, clock, _ = governed(40)
-    them = [FakeCache(device, governor, clock, name) for name in "xyz"]
+    device, manager, clock, _ = governed(40)
+    them = [FakeCache(device, manager, clock, name) for name in "xyz"]
     for cache in (them[1], them[0], them[2]):
         cache.step(4)
         clock.now += 2 * PAGES.idle
-    governor.reclaim.publish_now()
+    manager.reclaim.publish_now()
     device.kv = 28
     assert device.want(12)
     assert trace(device) == ["z"] * 4 + ["x"] * 4 + ["y"] * 4
 
 
 def test_clean_pages_are_offered_first_by_the_cache_and_stay_so() -> None:
-    device, governor, clock, _ = governed(20)
-    cache = FakeCache(device, governor, clock)
+    device, manager, clock, _ = governed(20)
+    cache = FakeCache(device, manager, clock)
     cache.step(4)
     order = [2, 0, 3, 1]
     cache.offers = lambda: [  # type: ignore[method-assign]
         offer for index in order for offer in FakeCache.offers(cache) if offer.index == index
     ]
-    governor.reclaim.publish_now()
+    manager.reclaim.publish_now()
     device.kv = 16
     assert device.want(4)
     assert [index for _, index in device.trace] == order
 
 
 def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
-    device, governor, clock, (a, b) = governed(
-        120, {"priority": 0, "interval": None}, {"priority": 5, "interval": None}
-    )
+    device, manager, clock, (a, b) = governed(120, {"priority": 0, "interval": None}, {"priority": 5, "interval": None})
     caches = {}
     for model in (a, b):
-        governor.before(model, HERE)
-        caches[model.name] = FakeCache(device, governor, clock, f"of {model.name}")
-        governor.after(model)
-    assert [seat.name for seat, _ in governor._known.clients.paged] == ["of a of a", "of b of b"]
-    free = FakeCache(device, governor, clock, "of nobody")
+        manager.before(model, HERE)
+        caches[model.name] = FakeCache(device, manager, clock, f"of {model.name}")
+        manager.after(model)
+    assert [seat.name for seat, _ in manager._known.clients.paged] == ["of a of a", "of b of b"]
+    free = FakeCache(device, manager, clock, "of nobody")
     for cache in (caches["b"], caches["a"], free):
         cache.step(3)
     device.kv = device.free
@@ -218,30 +216,30 @@ def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
 
 
 def test_client_that_becomes_idle_moves_up_the_list() -> None:
-    device, governor, clock, (a,) = governed(64, {})
-    cache = FakeCache(device, governor, clock)
-    a.step(governor)
+    device, manager, clock, (a,) = governed(64, {})
+    cache = FakeCache(device, manager, clock)
+    a.step(manager)
     cache.step(4)
     assert [client for client, _ in keys(device)] == [*["a"] * 3, *["cache"] * 4, *["a"] * 4]
     clock.now += 0.9 * PAGES.idle
-    a.step(governor)
+    a.step(manager)
     clock.now += 0.2 * PAGES.idle
-    a.step(governor)
+    a.step(manager)
     assert [client for client, _ in keys(device)] == [*["cache"] * 4, *["a"] * 7]
 
 
 def test_pages_taken_are_not_offered_again_before_the_cache_knows() -> None:
-    device, governor, clock, _ = governed(20)
-    cache = FakeCache(device, governor, clock)
+    device, manager, clock, _ = governed(20)
+    cache = FakeCache(device, manager, clock)
     cache.step(4)
     offers = cache.offers()
     cache.offers = lambda: offers  # type: ignore[method-assign]
     device.kv = 16
     assert device.want(2)
-    governor.reclaim.publish_now()
-    assert {candidate.index for candidate in governor.reclaim.candidates()} == {2, 3}
-    assert governor.taken_of(cache.number) == {0, 1}
-    assert governor.taken_of(cache.number) == frozenset()
+    manager.reclaim.publish_now()
+    assert {candidate.index for candidate in manager.reclaim.candidates()} == {2, 3}
+    assert manager.taken_of(cache.number) == {0, 1}
+    assert manager.taken_of(cache.number) == frozenset()
 
 
 # -- floors
@@ -254,12 +252,12 @@ def test_pages_taken_are_not_offered_again_before_the_cache_knows() -> None:
     st.integers(0, 60),
 )
 def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int, high: int) -> None:
-    device, governor, clock, them = governed(130, {"floor": low}, {"floor": high, "priority": 3}, {"decode": 0.005})
+    device, manager, clock, them = governed(130, {"floor": low}, {"floor": high, "priority": 3}, {"decode": 0.005})
     caches = {}
     for name, model in zip("xy", them, strict=False):
-        governor.before(model, HERE)
-        caches[name] = FakeCache(device, governor, clock, name)
-        governor.after(model)
+        manager.before(model, HERE)
+        caches[name] = FakeCache(device, manager, clock, name)
+        manager.after(model)
     owned = {"a": caches["x"], "b": caches["y"]}
     for name, pages, passed in steps:
         clock.now += passed
@@ -270,7 +268,7 @@ def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int,
             elif name in caches:
                 caches[name].step(pages)
             else:
-                them["abc".index(name)].step(governor, kv=max(pages, -device.kv))
+                them["abc".index(name)].step(manager, kv=max(pages, -device.kv))
         except MemoryError:
             pass
         assert device.free >= 0
@@ -284,9 +282,9 @@ def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int,
 @pytest.mark.parametrize("floor", [0, 20, 26, 40, 70])
 def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
     """The SLO alone would stream every second layer, in two slots."""
-    device, governor, _, (a,) = governed(60, {"tpot": 0.03, "floor": floor})
+    device, manager, _, (a,) = governed(60, {"tpot": 0.03, "floor": floor})
     for _ in range(3):
-        a.step(governor)
+        a.step(manager)
     assert a.device_pages >= min(floor, 40)
     assert (a.device_pages < 40) == (floor < 40)
     assert device.free == 60 - a.device_pages
@@ -296,23 +294,23 @@ def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
 
 
 def test_kv_that_is_read_in_place_is_restored_before_layers_that_hide() -> None:
-    device, governor, clock, (a,) = governed(64, {})
-    cache = FakeCache(device, governor, clock)
+    device, manager, clock, (a,) = governed(64, {})
+    cache = FakeCache(device, manager, clock)
 
     def go_on(seconds: float) -> None:
         for _ in range(round(4 * seconds / PAGES.idle)):
             clock.now += PAGES.idle / 4
-            a.step(governor)
+            a.step(manager)
             cache.step()
 
-    a.step(governor)
+    a.step(manager)
     cache.step(10)
     device.kv = 14
     while cache.displaced < 10:
-        a.step(governor)
+        a.step(manager)
         assert device.want(1)
         device.kv += 1
-    a.step(governor)
+    a.step(manager)
     away = cache.displaced
     assert a.plan.streamed
     device.kv -= away + 64 // PAGES.spare
@@ -327,8 +325,8 @@ def test_kv_that_is_read_in_place_is_restored_before_layers_that_hide() -> None:
 
 
 def test_restoring_ends_once_pages_are_wanted_again() -> None:
-    device, governor, clock, _ = governed(20)
-    cache = FakeCache(device, governor, clock)
+    device, manager, clock, _ = governed(20)
+    cache = FakeCache(device, manager, clock)
     cache.step(8)
     device.kv = 12
     assert device.want(4)
@@ -336,8 +334,8 @@ def test_restoring_ends_once_pages_are_wanted_again() -> None:
     for _ in range(44):
         clock.now += PAGES.idle / 4
         cache.used = clock.now
-        governor.reclaim.publish_now()
-        governor.client_changed(cache.number)
+        manager.reclaim.publish_now()
+        manager.client_changed(cache.number)
     device.kv += device.free
     assert device.want(1), "between the promise and the next iteration"
     device.kv = 4
@@ -346,8 +344,8 @@ def test_restoring_ends_once_pages_are_wanted_again() -> None:
 
 
 def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> None:
-    device, governor, clock, _ = governed(16)
-    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    device, manager, clock, _ = governed(16)
+    one, two = (FakeCache(device, manager, clock, name) for name in ("one", "two"))
     one.step(10)
     clock.now += 2 * PAGES.idle
     two.step(10)
@@ -365,16 +363,16 @@ def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> N
 
 def both_idle() -> tuple[FakeDevice, Any, FakeCache, FakeCache]:
     """Two caches that fill a device, idle both; somebody else has taken three pages of the second."""
-    device, governor, clock, _ = governed(16)
-    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    device, manager, clock, _ = governed(16)
+    one, two = (FakeCache(device, manager, clock, name) for name in ("one", "two"))
     one.step(6)
     clock.now += PAGES.idle / 2
     two.step(10)
     clock.now += 2 * PAGES.idle
-    governor.reclaim.publish_now()
+    manager.reclaim.publish_now()
     assert device.want(3)
     device.kv = 3
-    return device, governor, one, two
+    return device, manager, one, two
 
 
 def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
@@ -386,29 +384,29 @@ def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
 
 
 def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() -> None:
-    device, governor, one, two = both_idle()
+    device, manager, one, two = both_idle()
     assert two.displaced == 3
     device.caches.remove(one)
-    governor.remove_client(one.number)
+    manager.remove_client(one.number)
     device.kv += device.free
-    assert governor.restorable_pages(two.number) == 0
+    assert manager.restorable_pages(two.number) == 0
 
 
 @pytest.mark.parametrize(("grows", "back"), [(0, True), (2, False)])
 def test_pages_that_will_soon_be_used_do_not_go_back(grows: int, back: bool) -> None:
     """A falling trend: what went in the last ten seconds will go in the next ones."""
-    device, governor, clock, (a,) = governed(100, {})
-    a.step(governor)
+    device, manager, clock, (a,) = governed(100, {})
+    a.step(manager)
     device.kv = device.free
     assert device.want(15, a)
-    a.step(governor)
+    a.step(manager)
     assert len(a.plan.streamed) == 4
     device.kv -= 45 - device.free
     for _ in range(11):
-        a.step(governor)
+        a.step(manager)
         device.kv += grows
         clock.now += PAGES.dwell / 10
-    a.step(governor)
+    a.step(manager)
     assert (a.plan == Plan(EQUAL)) == back, "45 were free at first, fifteen are wanted"
 
 
@@ -416,52 +414,52 @@ def test_pages_that_will_soon_be_used_do_not_go_back(grows: int, back: bool) -> 
 
 
 def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> None:
-    device, governor, clock, (a,) = governed(320, {})
-    cache = FakeCache(device, governor, clock)
-    a.step(governor)
+    device, manager, clock, (a,) = governed(320, {})
+    cache = FakeCache(device, manager, clock)
+    a.step(manager)
     cache.step(100)
     assert cache.asked_to_copy == [], "pages are plenty"
     device.kv = device.free - 320 // PAGES.short + 1
-    a.step(governor)
+    a.step(manager)
     cache.step(1)
     ahead = 320 // DEFAULT.write_behind.clean
     assert cache.clean == {*range(ahead)}, "those that are taken first, and a part of the budget at most"
     copied = len(cache.asked_to_copy)
-    a.arrange(governor, streaming(EQUAL, (0, 2, 4, 6), 1))
+    a.arrange(manager, streaming(EQUAL, (0, 2, 4, 6), 1))
     device.kv += device.free - 320 // PAGES.short + 2
-    a.step(governor)
+    a.step(manager)
     cache.clean.clear()
     cache.step(1)
-    a.step(governor)
-    a.step(governor)
+    a.step(manager)
+    a.step(manager)
     assert {*cache.asked_to_copy[copied:]} == {0}, "the link serves layers; what was copied is looked after"
 
 
 # -- who is told
 
 
-def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> None:
+def test_events_name_the_source_whose_pages_and_the_cost_that_was_expected() -> None:
     events = Events()
-    device, governor, clock, (a,) = governed(64, {}, events=events)
-    cache = FakeCache(device, governor, clock, "of a chat")
-    a.step(governor)
+    device, manager, clock, (a,) = governed(64, {}, events=events)
+    cache = FakeCache(device, manager, clock, "of a chat")
+    a.step(manager)
     cache.step(4)
     device.kv = device.free
     while cache.displaced < 4:
         assert device.want(1, a)
         device.kv += device.free
-    named = [events.naming(key) for key in _keys_taken(device, governor, a, cache)]
+    named = [events.naming(key) for key in _keys_taken(device, manager, a, cache)]
     assert [decision.what for decision in named] == trace(device)
     assert named[0] == ("hidden weights", "a", 0.0, 0)
     cold = [decision for decision in named if decision.what == "of a chat"]
     assert cold[-1] == ("running KV", "of a chat", PAGE / LINK, 0), "it is dirty: a page over the link"
     device.kv = 0
     for _ in range(12):
-        a.step(governor)
+        a.step(manager)
         clock.now += PAGES.dwell / 10
     counts = events.counts()
-    assert counts["hidden weights"]["revert"].pages == 15, "four layers in one slot"
-    event = next(decision for decision in events.since().events if decision.verb == "revert")
+    assert counts["hidden weights"]["restore"].pages == 15, "four layers in one slot"
+    event = next(decision for decision in events.since().events if decision.verb == "restore")
     assert (event.what, event.by) == ("a", threading.current_thread().name)
     assert event.predicted == pytest.approx(event.pages * PAGE / LINK)
     assert event.measured is not None
@@ -471,40 +469,40 @@ def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> N
 
 
 def test_a_cache_that_is_collected_is_forgotten() -> None:
-    device, governor, clock, _ = governed(20)
-    cache = FakeCache(device, governor, clock)
+    device, manager, clock, _ = governed(20)
+    cache = FakeCache(device, manager, clock)
     cache.step(3)
     number = cache.number
     device.caches.clear()
     device.listed.clear()
     del cache
     gc.collect()
-    governor.reclaim.publish_now()
+    manager.reclaim.publish_now()
     assert device.listed == []
-    with governor._known.lock:  # in the middle of anything, even here
-        governor.remove_client(number)
-    governor.reclaim.publish_now()
-    assert len(governor._known.clients._paged) == 0
-    assert governor.restorable_pages(number) == 0
-    assert governor.taken_of(number) == frozenset()
-    governor.client_changed(number)
+    with manager._known.lock:  # in the middle of anything, even here
+        manager.remove_client(number)
+    manager.reclaim.publish_now()
+    assert len(manager._known.clients._paged) == 0
+    assert manager.restorable_pages(number) == 0
+    assert manager.taken_of(number) == frozenset()
+    manager.client_changed(number)
 
 
 def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, governor, _, _ = governed(10)
+    device, manager, _, _ = governed(10)
     device.kv = 10
-    assert not governor.pages.wait(0.0)
+    assert not manager.pages.wait(0.0)
     with ThreadPoolExecutor(1) as other:
-        waiting = other.submit(governor.pages.wait, 600)
+        waiting = other.submit(manager.pages.wait, 600)
         device.kv = 9
         assert waiting.result()
     demands = iter([3, 3, 0])
     monkeypatch.setattr(FakeDevice, "page_request", property(lambda _: next(demands)), raising=False)
     device.kv = 10
-    assert governor.pages.wait(600), "what was missing can be had now"
+    assert manager.pages.wait(600), "what was missing can be had now"
     monkeypatch.setattr(FakeDevice, "page_request", 3)
     device.yield_pages = lambda: 3  # type: ignore[method-assign]
-    assert governor.pages.wait(600)
+    assert manager.pages.wait(600)
 
 
 # -- a square wave
@@ -527,8 +525,8 @@ def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int
     """A load is there for `half` seconds and away for as many. Faster than the dwell nothing moves, but for what b
     gives beyond its decode cap where it becomes idle, and gets back as it wakes; slower, all goes and comes at most
     once."""
-    device, governor, clock, (a, b) = governed(110, {}, {"priority": 1})
-    chat = FakeCache(device, governor, clock, "chat")
+    device, manager, clock, (a, b) = governed(110, {}, {"priority": 1})
+    chat = FakeCache(device, manager, clock, "chat")
     chat.step(8)
     ticks = 6
     moves = []
@@ -541,26 +539,26 @@ def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int
     for _ in range(periods):
         before = moved()
         for load in (55, 0):
-            burst = FakeCache(device, governor, clock, "burst") if load else None
+            burst = FakeCache(device, manager, clock, "burst") if load else None
             for _ in range(ticks):
                 clock.now += half / ticks
-                a.step(governor)
+                a.step(manager)
                 chat.step()
                 if not load:
-                    b.step(governor)
+                    b.step(manager)
                 if burst is not None and burst.pages < load:
                     burst.step(min(load - burst.pages, 20))
             if burst is not None:
                 device.caches.remove(burst)
-                governor.remove_client(burst.number)
+                manager.remove_client(burst.number)
         moves.append(moved() - before)
     assert max(moves[:2]) <= ONCE
     assert max(moves[2:]) <= most
     for _ in range(40):
         clock.now += PAGES.dwell / 10
-        a.step(governor)
-        b.step(governor)
+        a.step(manager)
+        b.step(manager)
         chat.step()
     assert (a.plan, b.plan, chat.displaced) == (Plan(EQUAL), Plan(EQUAL), 0)
     assert device.free == 110 - 2 * sum(EQUAL) - chat.pages
-    assert len(governor._known.clients._paged) == 1
+    assert len(manager._known.clients._paged) == 1

@@ -36,7 +36,7 @@ class Fake:
             "page_size": PAGE,
             "budget": 16 * PAGE,
             "host_pages": 0,
-            "pages": {"free": 1, "weights": 2, "activations": 3, "kv": 4, "retiring": 5},
+            "pages": {"free": 1, "weights": 2, "activations": 3, "kv": 4, "pending_free": 5},
         }
 
     def timeline(self) -> list[Row]:
@@ -141,12 +141,15 @@ def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
     fake, log = Fake(), Events()
     log.add(LoggedEvent(1, "budget", "set", 1))
     recorder = Recorder(Recorders(fake, log), Timelines(interval=60))
-    late, early = LoggedEvent(20, "inflate", "pull", 2), LoggedEvent(10, "spill", "pull", 3, measured=0.5)
+    late, early = (
+        LoggedEvent(20, "idle activations", "reclaim", 2),
+        LoggedEvent(10, "spill", "reclaim", 3, measured=0.5),
+    )
     log.add(late)
     log.add(early)
     done = recorder.stop()
     assert done.events == (early, late)
-    assert done.counts == {"inflate": {"pull": Count(1, 2, 0.0)}, "spill": {"pull": Count(1, 3, 0.5)}}
+    assert done.counts == {"idle activations": {"reclaim": Count(1, 2, 0.0)}, "spill": {"reclaim": Count(1, 3, 0.5)}}
     assert done.missing == 0
     log.add(late)
     assert recorder.stop() == done
@@ -161,12 +164,12 @@ def test_recording_of_a_long_run_is_bounded_and_counts_what_is_missing() -> None
         for host_pages in (2000 if number == 8 else 2, 1):
             fake.numbers["host_pages"] = host_pages
             recorder.recording()
-        log.add(LoggedEvent(number, "inflate", "pull", number))
+        log.add(LoggedEvent(number, "idle activations", "reclaim", number))
         if number % 10 == 0:
             assert len(recorder.recording().rows) <= 80
     log.add(LoggedEvent(50, "budget", "set", 1))
     for number in range(40):  # more than the log keeps
-        log.add(LoggedEvent(100 + number, "inflate", "pull", 0))
+        log.add(LoggedEvent(100 + number, "idle activations", "reclaim", 0))
     done = recorder.stop()
     assert max(len(done.rows), len(done.levels)) <= 80
     assert done.levels[0] == (done.start, 16 * PAGE, 0)
@@ -174,7 +177,7 @@ def test_recording_of_a_long_run_is_bounded_and_counts_what_is_missing() -> None
     assert max(row[4] for row in done.rows) == 1000
     assert len(done.events) <= 20
     assert done.missing == 91 - len(done.events)
-    assert done.counts["inflate"]["pull"].events == 90
+    assert done.counts["idle activations"]["reclaim"].events == 90
 
 
 def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
@@ -221,7 +224,7 @@ def test_a_timeline_is_written_however_it_ends(
     with nullcontext() if error is None else pytest.raises(error), ballonet.timeline("run.json") as recorder:
         os.chdir("/")
         kv.map(0, 3)
-        devices.of().events.decided("inflate", "pull", 3)
+        devices.of().events.decided("idle activations", "reclaim", 3)
         assert recorder.recording().events[-1].pages == 3
         assert not path.exists()
         if error is not None:
@@ -229,7 +232,7 @@ def test_a_timeline_is_written_however_it_ends(
     kv.close()
     events = json.loads(path.read_text())["traceEvents"]
     assert [event["args"]["value"] for event in events if event["name"] == "kv, bytes"][-1] == 3 * PAGE
-    assert [event["name"] for event in events if event["ph"] == "i"][-1] == "inflate: pull"
+    assert [event["name"] for event in events if event["ph"] == "i"][-1] == "idle activations: reclaim"
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 

@@ -31,7 +31,7 @@ def recorded(*events: LoggedEvent) -> SeriesRecording:
     return SeriesRecording(1000, 10_001_000, 1.5e9, PAGE, rows, levels, events, log.counts(), 6)
 
 
-MADE = LoggedEvent(3000, "idle weights", "pull", 3, "llama, layer 2", "MainThread", 0.25, inf)
+MADE = LoggedEvent(3000, "idle weights", "reclaim", 3, "llama, layer 2", "MainThread", 0.25, inf)
 
 
 def test_the_trace_has_a_counter_per_owner_and_an_instant_per_decision() -> None:
@@ -47,18 +47,18 @@ def test_the_trace_has_a_counter_per_owner_and_an_instant_per_decision() -> None
         "weights, bytes": [(0, 0), (1, 2 * PAGE)],
         "activations, bytes": [(0, 0)],
         "kv, bytes": [(0, 0), (1, 3 * PAGE), (4, 4 * PAGE)],
-        "retiring, bytes": [(0, 0)],
+        "pending free, bytes": [(0, 0)],
         "budget, bytes": [(0, 9 * PAGE), (2, 7 * PAGE)],
         "on the host, bytes": [(0, 0), (2, 2 * PAGE)],
     }
     (instant,) = [event for event in events if event["ph"] == "i"]
-    assert (instant["name"], instant["ts"], instant["s"]) == ("idle weights: pull", 2, "p")
+    assert (instant["name"], instant["ts"], instant["s"]) == ("idle weights: reclaim", 2, "p")
     assert instant["args"]["by"] == "MainThread"
     assert instant["args"]["pages"] == 3
 
 
 def test_trace_holds_any_name_and_no_number_that_json_lacks() -> None:
-    told = json.loads(recording_file.as_trace(recorded(replace(MADE, lever=EVIL, by=EVIL, measured=nan))))
+    told = json.loads(recording_file.as_trace(recorded(replace(MADE, source=EVIL, by=EVIL, measured=nan))))
     (instant,) = [event for event in told["traceEvents"] if event["ph"] == "i"]
     assert (instant["cat"], instant["args"]["by"], instant["args"]["measured"]) == (EVIL, EVIL, None)
     assert (told["otherData"]["events left out"], told["otherData"]["began"]) == (6, 1.5e9)
@@ -67,13 +67,13 @@ def test_trace_holds_any_name_and_no_number_that_json_lacks() -> None:
 def test_decision_that_took_time_is_a_slice() -> None:
     events = json.loads(recording_file.as_trace(recorded(replace(MADE, measured=0.002))))["traceEvents"]
     bars = [(event["name"], event["ph"], event["ts"]) for event in events if event["ph"] in "be"]
-    assert bars == [("idle weights: pull", "b", 2), ("idle weights: pull", "e", 2002)]
+    assert bars == [("idle weights: reclaim", "b", 2), ("idle weights: reclaim", "e", 2002)]
 
 
 def test_summary_says_when_memory_was_short_and_what_it_cost() -> None:
-    assert recording_file.summary(recorded(replace(MADE, lever="budget", verb="set"))) == "Memory was never short."
-    spilled = LoggedEvent(5_041_000, "spill", "pull", 512, measured=3.4)
-    refused = replace(MADE, when=6_000_000, lever="refuse", measured=None)
+    assert recording_file.summary(recorded(replace(MADE, source="budget", verb="set"))) == "Memory was never short."
+    spilled = LoggedEvent(5_041_000, "spill", "reclaim", 512, measured=3.4)
+    refused = replace(MADE, when=6_000_000, source="refuse", measured=None)
     assert recording_file.summary(recorded(spilled, refused, refused)) == (
         "Memory was short from 0.00504 s on; 2MiB lay on pages of the host for want of others; 3400 ms went into "
         "moving; 2 requests found no page at first (they waited, lay on the host, or failed)."

@@ -21,7 +21,7 @@ from ballonet.offload.policy.remap import (
     observe,
     reclaimable,
     remap,
-    revert,
+    restore,
 )
 
 EQUAL = (5,) * 8
@@ -121,10 +121,10 @@ def test_models_give_once_those_before_them_are_at_their_caps(them: list[Model],
 @given(models(), st.integers(0, 60))
 def test_layers_given_back_fit_and_cost_no_time(them: list[Model], spare: int) -> None:
     for client in them:
-        now = replace(client, plan=revert(client, spare) or client.plan)
+        now = replace(client, plan=restore(client, spare) or client.plan)
         assert now.plan.device_pages <= client.plan.device_pages + spare
         assert now.stall <= client.stall + 1e-12
-        everything = revert(client, sum(client.plan.pages)) or client.plan
+        everything = restore(client, sum(client.plan.pages)) or client.plan
         assert not everything.streamed, "after the load all is resident"
 
 

@@ -1,7 +1,8 @@
 """What the papers claim, row by row, and what shows it: tests for a machine without a GPU, and on one tests or figures.
 
 The rows are those of eLLM, but for its scheduling (Algorithms 1 and 2), of Select-N, Oneiros and SwiftCache, and of the
-ladder that is common to them. A row whose test or figure is gone, or is no part of what runs on a GPU, is an error.
+reclaim order that is common to them. A row whose test or figure is gone, or is no part of what runs on a GPU, is an
+error.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ ROWS = """
 ownership: every page has one owner, and their sum is what exists
   cpu test_core_stateful.py::test_anything_in_any_order
   cpu test_core_cached_ranges.py::test_a_fault_at_every_driver_call_of_their_lives
-  cpu streaming/test_levers.py::test_a_square_wave
+  cpu streaming/test_sources.py::test_a_square_wave
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 KV slot reuse: of the mapped free slots the smallest that fits
   cpu test_core_cached_ranges.py::test_the_cached_range_taken_is_the_smallest_that_fits
   cpu test_core_cached_ranges.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more
   gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more figure:decode
-inflate: free pages of activations become KV, and nothing is copied
+idle activations: free pages of activations become KV, and nothing is copied
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
   gpu figure:context
 deflate: the reverse, only when activations ask
@@ -57,12 +58,12 @@ KV on the host: full pages are copied behind, taken in order, read in place, and
   cpu kv/test_tiers.py::test_pages_copied_behind_are_clean_and_written_ones_dirty
   cpu kv/test_tiers.py::test_many_rows_read_copies_of_what_is_away kv/test_generate.py::test_tokens_are_those_of_stock
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:context
-# The ladder, which is of the design, not of a paper
-the ladder: one order, above every floor, and back without flapping
+# The reclaim order, which is of the design, not of a paper
+the reclaim order: one order, above every floor, and back without flapping
   cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
   cpu test_reclaim_order.py::test_pages_that_cost_most_are_restored_first
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
-  cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
+  cpu streaming/test_sources.py::test_a_square_wave streaming/test_sources.py::test_four_verbs
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
   cpu test_core_spill.py::test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again
@@ -73,7 +74,7 @@ live budget: met with the driver, or refused with the number and nothing changed
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:shrink
 captures: nothing that one forbids is done while it lasts
   cpu test_core_spill.py::test_not_during_a_capture test_core_budget.py::test_a_capture_that_ends_meanwhile
-  gpu gpu/test_balloon_core.py::test_a_capture_pulls_no_lever
+  gpu gpu/test_balloon_core.py::test_a_capture_pulls_no_source
 captures: what a graph has captured stays where it is, and its replays are leased
   cpu streaming/test_graphs.py::test_a_captured_model_gives_nothing streaming/test_graphs.py::test_a_replay_is_leased
   gpu gpu/test_weights_order.py::test_graphs_while_pages_run_out
@@ -90,28 +91,28 @@ the record: powers of two, phases apart, a 2 ms grid; conservative; a file that 
   gpu figure:slo
 phases: prefill and decode with intervals of their own
   cpu test_tables.py::test_prefill_may_stream_more_than_decode
-  cpu test_governor_slo.py::test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval
+  cpu test_manager_slo.py::test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval
   gpu figure:slo
 admission: refused with the reason and the nearest SLO
-  cpu test_tables.py::test_no_interval_is_an_answer_and_not_an_exception test_governor_slo.py::test_admission
+  cpu test_tables.py::test_no_interval_is_an_answer_and_not_an_exception test_manager_slo.py::test_admission
   cpu test_coordinator.py::test_a_refusal_says_what_would_work
   gpu figure:slo
 coordinator: the models of one link share its bandwidth, most host memory used, re-chosen each iteration
   cpu test_coordinator.py::test_the_choice_is_the_best_of_all_combinations
   cpu test_coordinator.py::test_whoever_shares_the_link_meets_its_slo
   cpu test_coordinator.py::test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up
-  cpu test_governor_slo.py::test_no_slo_is_missed_that_was_promised
+  cpu test_manager_slo.py::test_no_slo_is_missed_that_was_promised
   gpu figure:slo
 # Oneiros
 when: pages of the cache are exhausted, not before
-  cpu test_governor.py::test_no_layer_is_taken_while_pages_are_free
+  cpu test_manager.py::test_no_layer_is_taken_while_pages_are_free
   cpu test_remap.py::test_remapping_frees_what_is_wanted_or_all_that_the_caps_allow
-  cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
+  cpu streaming/test_sources.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 which model: idle with the lowest priority, else the most recently used; never a whole model
   cpu test_remap.py::test_models_give_once_those_before_them_are_at_their_caps
   cpu test_remap.py::test_most_recently_used_reloads_less_than_least_recently_used_in_a_round
-  cpu test_governor.py::test_of_equals_the_one_used_last_gives_first
+  cpu test_manager.py::test_of_equals_the_one_used_last_gives_first
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 how many: T_T·m ≤ T_compute
   cpu test_remap.py::test_a_cap_grows_with_bandwidth_and_compute
@@ -130,7 +131,7 @@ one direction: weights are never copied back
 reversion: pages that the cache leaves return to the weights
   cpu test_remap.py::test_layers_given_back_fit_and_cost_no_time
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
-  cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
+  cpu streaming/test_sources.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 # SwiftCache
 sizing: Eq. 1-5 in bytes, Eq. 5 never less than nothing; a double buffer halves what streams

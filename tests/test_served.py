@@ -110,10 +110,10 @@ def recorded() -> SeriesRecording:
         RequestSeries("A", "<b>three", 5_000_000, 6, 6_000_000, 0, 0, "", 0, 2),
     )
     events = (
-        LoggedEvent(5, "idle weights", "pull", 3, "B", "batches of A"),
-        LoggedEvent(6, "idle weights", "pull", 2, "B", "batches of A"),
-        LoggedEvent(7, "running KV", "pull", 9, "KV of requests of A", "batches of A"),
-        LoggedEvent(8, "idle KV", "pull", 1, "KV of requests of B", "batches of A"),
+        LoggedEvent(5, "idle weights", "reclaim", 3, "B", "batches of A"),
+        LoggedEvent(6, "idle weights", "reclaim", 2, "B", "batches of A"),
+        LoggedEvent(7, "running KV", "reclaim", 9, "KV of requests of A", "batches of A"),
+        LoggedEvent(8, "idle KV", "reclaim", 1, "KV of requests of B", "batches of A"),
     )
     rows, levels = ((0, 1, 2, 0, 3, 0),), ((0, 9 * PAGE, 0),)
     batches = {"A": ((2_000_000, 1, 5), (6_000_000, 2, 7))}

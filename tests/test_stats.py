@@ -21,7 +21,7 @@ SNAPSHOT: dict[str, Any] = {
     "page_size": 4096,
     "budget": 40960,
     "created": 6,
-    "pages": {"free": 1, "weights": 2, "activations": 0, "kv": 3, "retiring": 0},
+    "pages": {"free": 1, "weights": 2, "activations": 0, "kv": 3, "pending_free": 0},
     "host_pages": 4,
     "peer": "second pool",
     "peer_budget": 81920,
@@ -42,7 +42,10 @@ SNAPSHOT: dict[str, Any] = {
     "driver_ns": {"callers": 1_500_000_000, "background": 2_000_000},
     "heap": {"live": 11},
 }
-EVENTS = {"inflate": {"pull": Count(2, 13, 0.5), "revert": Count(1, 14, 0.0)}, "budget": {"set": Count(1, 15, 0.25)}}
+EVENTS = {
+    "idle activations": {"reclaim": Count(2, 13, 0.5), "restore": Count(1, 14, 0.0)},
+    "budget": {"set": Count(1, 15, 0.25)},
+}
 
 
 def test_counts_are_attributes_and_items() -> None:
@@ -51,8 +54,8 @@ def test_counts_are_attributes_and_items() -> None:
     assert (stats.reclaimed, stats.spilled) == (10, 12)
     assert (stats.peer, stats.peer_budget, stats.peer_pages, stats.copied.kv_p2h) == ("second pool", 81920, 16, 19)
     assert stats.driver_seconds == DriverSeconds(callers=1.5, background=0.002)
-    assert stats.events["inflate"]["pull"].pages == 13
-    assert {lever: dict(verbs) for lever, verbs in stats.events.items()} == EVENTS
+    assert stats.events["idle activations"]["reclaim"].pages == 13
+    assert {source: dict(verbs) for source, verbs in stats.events.items()} == EVENTS
     assert stats.pages.kv == stats.pages["kv"] == 3
     assert stats.copied.kv_d2h == stats.copied["kv_d2h"] == 8
     assert stats.driver_calls["cuMemMap"] == 9
@@ -71,7 +74,7 @@ def test_statistics_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         stats.driver_calls["cuMemMap"] = 1  # type: ignore[index]
     with pytest.raises(TypeError):
-        stats.events["inflate"]["pull"] = Count(0, 0, 0.0)  # type: ignore[index]
+        stats.events["idle activations"]["reclaim"] = Count(0, 0, 0.0)  # type: ignore[index]
     assert repr(stats.driver_calls) == "Calls({'cuMemMap': 9})"
 
 
@@ -92,7 +95,7 @@ def test_statistics_print_as_a_few_lines() -> None:
     assert title.startswith("ballonet: ")
     assert "of a budget of " in title
     assert max(map(len, lines)) < 80
-    assert [line.split()[0] for line in lines[:5]] == ["free", "weights", "activations", "kv", "retiring"]
+    assert [line.split()[0] for line in lines[:5]] == ["free", "weights", "activations", "kv", "pending"]
     assert "driver_calls" not in str(Stats.of(SNAPSHOT, EVENTS))
     assert "driver_calls" in repr(Stats.of(SNAPSHOT, EVENTS))
 
@@ -114,10 +117,10 @@ def test_a_running_device_is_described() -> None:
         assert (stats.page_size, stats.budget) == (65536, 2**20)
         assert all(isinstance(value, int) for value in [*stats.pages.values(), *stats.driver_calls.values()])
         assert (stats.spilled, dict(stats.events)) == (0, {})
-        devices.of().events.decided("inflate", "pull", 2)
+        devices.of().events.decided("idle activations", "reclaim", 2)
         devices.require().set_budget(2**19)
         events = ballonet.stats().events
-        assert events["inflate"]["pull"] == Count(1, 2, 0.0)
+        assert events["idle activations"]["reclaim"] == Count(1, 2, 0.0)
         assert (events["budget"]["set"].events, events["budget"]["set"].pages) == (1, 8), "what the core did by itself"
     finally:
         devices.stop()

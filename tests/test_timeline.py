@@ -93,12 +93,12 @@ def test_too_many_events_keep_rare_kinds(events: list[LoggedEvent], limit: int) 
     assert len(kept) <= limit // 2
     remaining = iter(events)
     assert all(any(event is other for other in remaining) for event in kept), "in their order"
-    of = Counter((event.lever, event.verb) for event in events)
-    left = Counter((event.lever, event.verb) for event in kept)
+    of = Counter((event.source, event.verb) for event in events)
+    left = Counter((event.source, event.verb) for event in kept)
     cut = {name: count for name, count in left.items() if count < of[name]} | {name: 0 for name in of if not left[name]}
     # a kind that lost some keeps as many as any other keeps, up to one
     assert all(left[other] <= least + 1 for least in cut.values() for other in of)
     assert len(kept) > limit // 2 - len(of)
     for name in cut:
-        dropped = [e.pages for e in events if (e.lever, e.verb) == name and not any(e is k for k in kept)]
-        assert all(e.pages >= max(dropped) for e in kept if (e.lever, e.verb) == name)
+        dropped = [e.pages for e in events if (e.source, e.verb) == name and not any(e is k for k in kept)]
+        assert all(e.pages >= max(dropped) for e in kept if (e.source, e.verb) == name)

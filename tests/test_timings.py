@@ -1,4 +1,4 @@
-"""The times of a model that decodes by pieces of CUDA graphs and eagerly, and what the governor makes of them."""
+"""The times of a model that decodes by pieces of CUDA graphs and eagerly, and what the manager makes of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def after(*steps: tuple[float, bool], record: Record | None = None) -> Timings:
 def test_steps_by_pieces_replace_the_longer_eager_ones() -> None:
     timings = after(*[(EAGER, False)] * 20)
     assert (timings.seconds(HERE), timings.typical(HERE)) == (EAGER, EAGER)
-    assert timings.note(timed(PIECES, True)), "the governor is told at once"
+    assert timings.note(timed(PIECES, True)), "the manager is told at once"
     assert (timings.seconds(HERE), timings.typical(HERE)) == (PIECES, PIECES)
     assert timings.last["decode"].pieces
 
@@ -72,15 +72,15 @@ def test_a_measured_record_counts_by_pieces_before_the_first_step() -> None:
     assert Record({}, LINK, {Point("decode", 1, 128): EAGER}).decoding == "decode"
 
 
-def test_the_governor_judges_an_slo_by_the_time_of_a_step_by_pieces() -> None:
-    _device, governor, _, (a,) = governed(60, {"tpot": 0.02})
+def test_the_manager_judges_an_slo_by_the_time_of_a_step_by_pieces() -> None:
+    _device, manager, _, (a,) = governed(60, {"tpot": 0.02})
     timings = after(*[(EAGER, False)] * 20)
     a.seconds, a.typical = timings.seconds, timings.typical  # type: ignore[method-assign]
-    eager = a.step(governor, batch=1, length=100)
+    eager = a.step(manager, batch=1, length=100)
     assert eager.refusal is not None, "computing alone takes longer"
     assert timings.note(timed(PIECES, True))
-    governor.changed(a)
-    pieces = a.step(governor, batch=1, length=100)
+    manager.changed(a)
+    pieces = a.step(manager, batch=1, length=100)
     costs = Costs(EQUAL, PIECES, 0.001)
     assert pieces.refusal is None
     assert pieces.interval == meeting(costs, 0.02)

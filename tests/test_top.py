@@ -170,10 +170,10 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 def test_a_budget_is_changed_from_the_screen(terminal: Callable[..., Terminal]) -> None:
     top = terminal(f"{ME}", "--every", "200ms")
     screen = top.shows("disk")
-    for text in ("[b] budget", f"process {ME}", "CPU (host stand-in)", "budget 8MiB", "weights", "not made", "░"):
+    for text in ("[b] budget", f"process {ME}", "CPU (host stand-in)", "budget 8MiB", "weights", "not allocated", "░"):
         assert text in screen, text
-    devices.of().events.decided("kv", "pull", 3, what="KV cache of llama")
-    top.shows("kv, pull: 3 pages (192KiB) of KV cache of llama, for MainThread")
+    devices.of().events.decided("kv", "reclaim", 3, what="KV cache of llama")
+    top.shows("kv, reclaim: 3 pages (192KiB) of KV cache of llama, for MainThread")
 
     top.press("b")
     top.shows(f"budget of process {ME}, now 8MiB: _")

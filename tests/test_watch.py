@@ -31,7 +31,7 @@ ME = os.getpid()
 
 def event(number: int, **changes: Any) -> dict[str, Any]:
     """One decision, as a look has it."""
-    plain = {"when": number * 10**9, "lever": "kv", "verb": "pull", "pages": 2, "what": "KV cache of llama"}
+    plain = {"when": number * 10**9, "source": "kv", "verb": "reclaim", "pages": 2, "what": "KV cache of llama"}
     return {**plain, "by": "MainThread", "predicted": 0.002, "measured": 0.004, **changes}
 
 
@@ -48,7 +48,7 @@ def model(**changes: Any) -> dict[str, Any]:
 
 def said(seconds: float = 10.0, **changes: Any) -> dict[str, Any]:
     """A look at that time."""
-    pages = {"free": 4, "weights": 60, "activations": 6, "kv": 20, "retiring": 0}
+    pages = {"free": 4, "weights": 60, "activations": 6, "kv": 20, "pending_free": 0}
     plain = {"pid": 7, "when": int(seconds * 1e9), "page_size": PAGE}
     device = {"device": {"kind": "standin", "ordinal": 0, "number": 0}, "devices": [0]}
     memory = {"budget": 100 * PAGE, "created": 90, "pages": pages, "host_pages": 30, "host_free": 5, "spilled": 2}
@@ -127,7 +127,7 @@ def shown(of: SeenProcess, title: str) -> dict[str, str]:
 
 def test_all_that_is_asked_for_is_shown() -> None:
     assert shown(seen(), "pages")["weights"] == "3.75MiB, 60 pages"
-    assert shown(seen(), "pages")["not made"] == "640KiB, 10 pages"
+    assert shown(seen(), "pages")["not allocated"] == "640KiB, 10 pages"
     assert shown(seen(), "pages")["on the host"] == "1.56MiB of 3.12MiB, 128KiB of it spilled"
     assert shown(seen(), "copies") == {"kv_d2h": "1MiB/s, 2MiB so far"}
     assert shown(seen(), "KV") == {
@@ -138,15 +138,15 @@ def test_all_that_is_asked_for_is_shown() -> None:
         "8 layers, 2 of them stream (interval 4); weights 3.75MiB; a token 20 ms, SLO 80 ms; memory is short"
     )
     assert [*shown(seen(), "decisions").items()] == [
-        ("1 s ago", "kv, pull: 2 pages (128KiB) of KV cache of llama, took 4 ms"),
-        ("3 s ago", "kv, pull: 2 pages (128KiB) of KV cache of llama, for MainThread, took 4 ms, expected 2 ms"),
+        ("1 s ago", "kv, reclaim: 2 pages (128KiB) of KV cache of llama, took 4 ms"),
+        ("3 s ago", "kv, reclaim: 2 pages (128KiB) of KV cache of llama, for MainThread, took 4 ms, expected 2 ms"),
     ]
 
 
 def test_bars_say_the_part() -> None:
     (pages,) = [section for section in sections_of(seen()) if section.title == "pages"]
     assert {row.name: row.part for row in pages.rows} == {
-        "weights": 0.6, "kv": 0.2, "activations": 0.06, "retiring": 0, "free": 0.04, "not made": 0.1,
+        "weights": 0.6, "kv": 0.2, "activations": 0.06, "pending free": 0, "free": 0.04, "not allocated": 0.1,
         "on the host": 0.5,
     }  # fmt: skip
     assert [bar(part, 4) for part in (0, 0.01, 0.5, 1, 2)] == ["░░░░", "█░░░", "██░░", "████", "████"]
@@ -161,7 +161,7 @@ def test_a_device_that_is_being_closed_has_no_budget() -> None:
 def test_lines_have_the_same_and_each_decision_once() -> None:
     first, second = SeenProcess(7, "", said(events=[event(1)]), decisions=(event(1),)), seen(events=[event(11)])
     _, line = lines_of(first)
-    assert line.startswith("process 7 | 9 s ago | kv, pull: 2 pages (128KiB) of KV cache of llama, for MainThread, ")
+    assert line.startswith("process 7 | 9 s ago | kv, reclaim: 2 pages (128KiB) of KV cache of llama, for MainThread, ")
     line, *decisions = lines_of(second)
     assert len(decisions) == 1
     assert "weights 3.75MiB, 60 pages; kv 1.25MiB" in line
@@ -259,14 +259,14 @@ def listening(folder: Path, installed: devices.Runtime) -> Iterator[Control]:
 
 @pytest.mark.usefixtures("listening")
 def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: devices.Runtime, folder: Path) -> None:
-    installed.events.decided("kv", "pull", 3, what="llama")
+    installed.events.decided("kv", "reclaim", 3, what="llama")
     first = control.look(ME, None, [folder])
     assert (first["pid"], first["budget"], first["page_size"]) == (ME, 2**21, PAGE)
-    assert first["counts"]["kv"]["pull"]["events"] == 1
+    assert first["counts"]["kv"]["reclaim"]["events"] == 1
     assert [decision["pages"] for decision in first["events"]] == [3]
     assert control.look(ME, first["cursor"], [folder])["events"] == []
     for pages in range(100):
-        installed.events.decided("kv", "pull", pages)
+        installed.events.decided("kv", "reclaim", pages)
     later = control.look(ME, first["cursor"], [folder])
     assert [decision["pages"] for decision in later["events"]] == [*range(68, 100)], "the last ones"
     assert later["when"] > first["when"]
@@ -367,16 +367,16 @@ def test_one_process_that_ends_has_ended(answers: dict[int, Any]) -> None:
 
 def test_all_devices_of_a_process_are_looked_at(installed: devices.Runtime, folder: Path) -> None:
     second = devices.start(Config(device="cpu", page_size=PAGE, budget=2**22), number=1)
-    second.events.decided("kv", "pull", 3)
+    second.events.decided("kv", "reclaim", 3)
     here = WatchedProcesses(ME, folders=[folder])
     here.look()
-    installed.events.decided("kv", "pull", 5)
+    installed.events.decided("kv", "reclaim", 5)
     here.look()
     assert [(view.number, view.now["budget"]) for view in here.seen] == [(0, 2**21), (1, 2**22)]
     assert [[entry["pages"] for entry in one.decisions] for one in here.seen] == [[5], [3]]
     assert [title_of(view).split(" · ")[-2] for view in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
     _, decision, _ = [line for view in here.seen for line in lines_of(view)]
-    assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, pull: 5 pages", decision)
+    assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, reclaim: 5 pages", decision)
     devices.stop(1)
     here.look()
     assert [view.number for view in here.seen] == [0]

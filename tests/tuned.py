@@ -1,4 +1,4 @@
-"""Other values than the defaults, and another clock, for what is composed at the edge: the governor of a device, and
+"""Other values than the defaults, and another clock, for what is composed at the edge: the manager of a device, and
 all that it hands its parts to."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ballonet.hooks.device import governors
-from ballonet.hooks.device.governors import Composition
+from ballonet.hooks.device import managers
+from ballonet.hooks.device.managers import Composition
 
 Parts = Mapping[str, Any]  # values of one part of Tuning, by name
 
@@ -42,16 +42,16 @@ class Tuned:
         self._composition = now._replace(
             tuning=replace(tuning, **changed), clock=clock or now.clock, waits=waits or now.waits
         )
-        governors.compose_with(self._composition)
+        managers.compose_with(self._composition)
 
 
 @contextmanager
 def tuning(*, clock: Callable[[], float] | None = None, **parts: Parts) -> Iterator[Tuned]:
     """As the fixture `tuned`, where there are no fixtures. Within it these values hold."""
-    before = governors.composed_with()
+    before = managers.composed_with()
     try:
         tuned = Tuned(before)
         tuned(clock=clock, **parts)
         yield tuned
     finally:
-        governors.compose_with(before)
+        managers.compose_with(before)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ...allocator._native import Device
-from ...offload.governor.decision import Lendable
+from ...offload.manager.decision import Lendable
 from ...offload.policy.prefixes import chain
 from ...offload.policy.step_costs import NOTHING, RequestSLO, StepCosts
 from ..measure.timings import Latencies
@@ -36,7 +36,7 @@ class Schedule(Protocol):
 
     @property
     def wanted(self) -> float:
-        """The time until which requests need the model, on the governor's clock: infinity while there are any."""
+        """The time until which requests need the model, on the manager's clock: infinity while there are any."""
 
     @property
     def runs(self) -> bool:

@@ -215,7 +215,7 @@ class ListedBlocks(PagedBlocks):
         self._allocator = allocator
         self._ledger = allocator.ledger
         client = blocks.pages.client
-        self.share(Contents(client.name, blocks.pages.device, client.governor))
+        self.share(Contents(client.name, blocks.pages.device, client.manager))
 
     def share(self, contents: Contents) -> None:
         """Puts its blocks into the index of `contents`, in the place of another cache's. None is full yet.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, LogicalBuffer, Memory, can_ever_run
-from ...offload.policy.reclaim_order import Rung
+from ...offload.policy.reclaim_order import Level
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach
 from ..weights.ranges import host_pages_left
@@ -37,7 +37,7 @@ class RequestMemory:
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
         host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
-        self._aside = 0 if tuning.inflation else _stock_aside(cache, measured())  # bytes for activations only
+        self._aside = 0 if tuning.activations_give else _stock_aside(cache, measured())  # bytes for activations only
 
     def now(self, *, plain: bool = False) -> Memory:
         """The memory that the requests of a batch may use; `plain`: if nothing were added to the reserve."""
@@ -92,7 +92,7 @@ class RequestMemory:
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)
             with suppress(DriverError):
-                lacking -= self._cache.pages.client.governor.ladder.pull(Rung.IDLE_KV, lacking)
+                lacking -= self._cache.pages.client.manager.levels.reclaim(Level.IDLE_KV, lacking)
             if lacking > 0:
                 self._cache.evict_kept(lacking * page)
 
@@ -115,16 +115,16 @@ def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
 def memory_of(pages: SectorPages) -> Memory:
     """Returns Algorithm 1's P_T for requests with these pages: free pages, pages that other clients have published to
     give, and own pages that no request of the batch reads. Free blocks of the heap are for activations."""
-    device, client, governor = pages.device, pages.client, pages.client.governor
+    device, client, manager = pages.device, pages.client, pages.client.manager
     idle: int = device.snapshot()["heap"]["cached"]
     page, host = device.page_size, host_pages_left(device)
-    resting, offered = min(client.resting, host), governor.reclaim.offered(client.number)
+    resting, offered = min(client.resting, host), manager.reclaim.offered(client.number)
     return Memory(
         0,
         idle,
         (device.available + offered.pages + resting) * page,
         (host - resting) * page,
-        device.budget // governor.tuning.serving.reserve,
+        device.budget // manager.tuning.serving.reserve,
         dirty=(offered.dirty + resting) * page,
         room=host * page,
         in_use=offered.in_use * page,
@@ -134,9 +134,9 @@ def memory_of(pages: SectorPages) -> Memory:
 def most_of(pages: SectorPages) -> Memory:
     """Returns the memory that a request could use once all others, of all models, have ended: all except weights that
     no client gives; on the host the pages that are left and those of displaced bytes."""
-    device, client, governor = pages.device, pages.client, pages.client.governor
+    device, client, manager = pages.device, pages.client, pages.client.manager
     weights = device.snapshot()["pages"]["weights"]
-    given = min(weights, governor.reclaim.offered(client.number).pages)
+    given = min(weights, manager.reclaim.offered(client.number).pages)
     total = reach(device) - (weights - given) * device.page_size
-    host = (host_pages_left(device) + governor.displaced) * device.page_size
-    return Memory(0, 0, total, host, device.budget // governor.tuning.serving.reserve)
+    host = (host_pages_left(device) + manager.displaced) * device.page_size
+    return Memory(0, 0, total, host, device.budget // manager.tuning.serving.reserve)

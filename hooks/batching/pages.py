@@ -1,5 +1,5 @@
 """The pages under the sectors of a paged cache: backed when a request gets the sector, freed when no request has it,
-given and restored as those of a client of the governor (offload/governor/client.py); those of each request, which move
+given and restored as those of a client of the manager (offload/manager/client.py); those of each request, which move
 to the host and back at the same addresses; and new keys and values of prompts on their way to the host, beside the
 computation of the layers that follow (eLLM §4.3.2).
 
@@ -46,13 +46,13 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import BallonetError, DriverError, PoolExhausted
-from ...offload.governor.client import Offer, PageClient
-from ...offload.governor.governor import Governor
-from ...offload.policy.reclaim_order import Rung
+from ...offload.manager.client import Offer, PageClient
+from ...offload.manager.memory_manager import MemoryManager
+from ...offload.policy.reclaim_order import Level
 from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover, Runs
 from ...offload.residency.pieces import PieceEvent, Pieces, PieceState, runs_of
-from ..device import governors
+from ..device import managers
 from ..device.streams import stream_of
 from ..forward.lease import GroupLease
 from ..kv.pages import find_pages
@@ -64,15 +64,15 @@ RESERVED = 2  # sectors that padding reads from and writes to
 
 
 class SectorClient(PageClient):
-    """The `PageClient` of the pages of a paged KV cache. Used by the scheduling thread; the governor reads it on any.
+    """The `PageClient` of the pages of a paged KV cache. Used by the scheduling thread; the manager reads it on any.
     `lock`: held while pages are moved, and while others begin or end to read: see blocks.py, Note [Two threads]."""
 
-    def __init__(self, device: Device, group: Group, range_: Range, governor: Governor, model: str) -> None:
+    def __init__(self, device: Device, group: Group, range_: Range, manager: MemoryManager, model: str) -> None:
         """The pages of `range_`, of requests of a model that is called so. DriverError."""
         self.name = f"KV of requests of {model}"
-        self.governor = governor
+        self.manager = manager
         self.lock = RLock()
-        self.used = governor.clock()  # when a step began last
+        self.used = manager.clock()  # when a step began last
         self.stream = 0  # that computed last
         self._device = device
         self._group = group
@@ -85,11 +85,11 @@ class SectorClient(PageClient):
         self._backing = Backing(device, group, range_, "kv")
         self._mover = Mover(device, range_, self._backing, Lock())
         self._current = stream_of(device)
-        self._changed = False  # since the governor was told
+        self._changed = False  # since the manager was told
         self.only_cached = False  # is there nothing but blocks that are kept for prompts?
-        self.number = governor.add_client(self)
+        self.number = manager.add_client(self)
 
-    # -- for the governor
+    # -- for the manager
 
     @property
     def running(self) -> bool:
@@ -168,22 +168,22 @@ class SectorClient(PageClient):
     def begins(self, reads: Collection[int]) -> None:
         """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
         DriverError."""
-        self.used = self.governor.clock()
+        self.used = self.manager.clock()
         self._changed, self.only_cached = self._changed or self.only_cached, False
         self._read = Pieces(runs_of(reads))
         self.host_writes.arrive(self.stream)
-        if self.governor.taken_of(self.number) or self.displaced:
+        if self.manager.taken_of(self.number) or self.displaced:
             self._look()
-        if (away := self.displaced) and (pages := self.governor.restorable_pages(self.number)):
+        if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number)):
             self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
-        if self._changed or self.governor.pages.scarce:
+        if self._changed or self.manager.pages.scarce:
             self._changed = False
-            self.governor.client_changed(self.number)
+            self.manager.client_changed(self.number)
 
     def rests(self) -> None:
         """There is no request any more: what is there is only kept."""
         self._read, self.only_cached = Pieces(), True
-        self.governor.client_changed(self.number)
+        self.manager.client_changed(self.number)
 
     def uses(self) -> None:
         """What this thread submits from now on, under its lease, reads and writes pages. DriverError."""
@@ -214,7 +214,7 @@ class SectorClient(PageClient):
             led = self._mover.evict(pieces, self._transfer, self.stream, whole=True)
         if led:
             self._changed = True
-            self.governor.events.decided(Rung.RUNNING_KV.label, "pull", led, what=self.name)
+            self.manager.events.decided(Level.RUNNING_KV.label, "reclaim", led, what=self.name)
         return led
 
     def retreat(self) -> int:
@@ -233,7 +233,7 @@ class SectorClient(PageClient):
             self._mover.fetch(self._transfer, self.stream, 0)
         if back:
             self._changed = True
-            self.governor.events.decided(Rung.RUNNING_KV.label, "revert", back, what=self.name)
+            self.manager.events.decided(Level.RUNNING_KV.label, "restore", back, what=self.name)
         return back
 
     def has(self, piece: int) -> bool:
@@ -347,7 +347,7 @@ class SectorPages:
         self._users = [0] * self.range.pieces  # sectors in use, by piece
         self.pages = 0  # under sectors in use, without the guard's
         self._sectors = sectors
-        self.client = SectorClient(device, group, self.range, governors.of(device), model)
+        self.client = SectorClient(device, group, self.range, managers.of(device), model)
         fixed = {piece for sector in range(RESERVED) for piece in self.pieces(sector)}
         self.fixed = len(fixed) * self._page  # bytes that are always backed, included in `nbytes`
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
@@ -412,7 +412,7 @@ class SectorPages:
                 except PoolExhausted as error:
                     if place == "host":
                         raise torch.OutOfMemoryError(f"no room for KV on the host: {error}") from error
-                    self.client.governor.reclaim.publish_now()
+                    self.client.manager.reclaim.publish_now()
                     find_pages(self.device, None, self.range, [run], error, 0)
                 done.append(run)
         except BaseException:

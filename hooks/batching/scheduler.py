@@ -54,7 +54,7 @@ class ElasticScheduler(Scheduler):
         self.memory = memory
         self.others_run = others
         self.tuning = tuning
-        self.slos = RequestSLOs(cache, lambda: cache.pages.client.governor.clock())
+        self.slos = RequestSLOs(cache, lambda: cache.pages.client.manager.clock())
         self.selection = Selection(cache, memory, self.slos, others, tuning)
         self.cancelled: Callable[[str], object] = lambda request: None  # called once a cancelled request is removed
         self.progress = StepProgress(tuning)
@@ -66,7 +66,7 @@ class ElasticScheduler(Scheduler):
         self._idle = IdleHeap(tuning.idle)
         self._limits = math.inf, math.inf  # (seconds of the step, deadline): passing either misses an SLO
         self._ended = -math.inf  # since when there is no request; infinity: there were some
-        self._waited = cache.pages.client.governor.clock()  # when others waited last for the end of a batch
+        self._waited = cache.pages.client.manager.clock()  # when others waited last for the end of a batch
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
@@ -220,7 +220,7 @@ class ElasticScheduler(Scheduler):
 
     def _trim(self) -> None:
         """Gives back idle pages of the heap, when the last request has ended or admission.py says so. The heap keeps
-        what the largest batch took, and the governor counts free pages only: under a lighter load streamed layers
+        what the largest batch took, and the manager counts free pages only: under a lighter load streamed layers
         would never be restored."""
         with suppress(DriverError):  # the pages stay in the heap then
             self.cache.on.trim()
@@ -269,8 +269,8 @@ class ElasticScheduler(Scheduler):
         return states
 
     def clock(self) -> float:
-        """Returns the governor's time in seconds."""
-        return self.cache.pages.client.governor.clock()
+        """Returns the manager's time in seconds."""
+        return self.cache.pages.client.manager.clock()
 
     def wait_again(self, state: Any) -> None:
         """Queues a request that has run before."""

@@ -234,7 +234,7 @@ class Selection:
     def demand(self, state: Any, tokens: int) -> Demand:
         """Returns the memory that a request needs for so many more tokens."""
         sizes, kept = self._cache.sizes, state.is_cpu_offloaded  # see steps.py, Note [Preempted]
-        exchanged = self._tuning.inflation  # else activations have memory of their own
+        exchanged = self._tuning.activations_give  # else activations have memory of their own
         away = self._cache.request_pages.on_host_bytes(state.request_id) if kept else 0
         return Demand(
             state.request_id,
@@ -269,7 +269,7 @@ class RequestSLOs:
     """SLOs by request. The server notes them on any thread; the loop reads them."""
 
     def __init__(self, cache: ElasticPagedCache, clock: Callable[[], float]) -> None:
-        """`clock`: the governor's, in seconds."""
+        """`clock`: the manager's, in seconds."""
         self._cache = cache
         self._clock = clock
         self._slos: dict[str, RequestSLO] = {}
@@ -301,7 +301,7 @@ class RequestSLOs:
         return None if refusal is None else SLOError(f"request {request}: {refusal}", refusal.possible, None)
 
     def require(self, scheduled: Sequence[Any], others: bool) -> None:
-        """Tells the governor the SLOs of the batch, and whether `others` wait for its end. The time to a first token is
+        """Tells the manager the SLOs of the batch, and whether `others` wait for its end. The time to a first token is
         what is left of it, in steps of a third."""
         if self._slos or self._required != (None, None, False):
             slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()

@@ -258,7 +258,7 @@ class PagePreemption(OffloadingManager):
     def _moves(self, state: Any) -> bool:
         """Is moving the request's KV to the host and back faster than computing it again? True where times are
         unknown."""
-        page, parts = self.cache.pages.client.governor.link.page_seconds, self.cache.model.costs.parts
+        page, parts = self.cache.pages.client.manager.link.page_seconds, self.cache.model.costs.parts
         if page is None or parts is None:
             return True
         again = parts.prefill(state.current_len(), self.cache.max_batch_tokens)

@@ -1,5 +1,5 @@
-"""What the models of a device share: its governor, streams, graphs and its part in a shared budget.
+"""What the models of a device share: its manager, streams, graphs and its part in a shared budget.
 
-The face: `of`, `known`, `add_giver` and `give_up` (governors.py), `marks_of`, `stream_of` and `relaxed` (streams.py),
+The face: `of`, `known`, `add_giver` and `give_up` (managers.py), `marks_of`, `stream_of` and `relaxed` (streams.py),
 `join` and `reach` (shared.py), `key_of` (key.py). Below pieces and streaming `graphs` and `references`, too.
 """

@@ -5,10 +5,10 @@ Note [How a part moves]
     An allocation that finds no page reports a shortage (reclaim.h), and the thread `ballonet-shared` answers. It takes
     free bytes of the ledger. If those are too few it asks the other processes what they use, and some of them to give,
     by the socket that `ballonet budget` uses. Each of these lowers its own budget as `set_budget()` does, first by idle
-    pages and then by its ladder, then its part, and answers; the bytes are free in the ledger then. A process that does
-    not answer in time is skipped, and not asked again for a while. The thread also checks now and then: if few pages
-    are left to a process that works it takes more free bytes; if some of its pages are on the host for want of device
-    pages, or requests wait for pages (`lacks`), it takes all that it is due.
+    pages and then by its reclaim order, then its part, and answers; the bytes are free in the ledger then. A process
+    that does not answer in time is skipped, and not asked again for a while. The thread also checks now and then: if
+    few pages are left to a process that works it takes more free bytes; if some of its pages are on the host for want
+    of device pages, or requests wait for pages (`lacks`), it takes all that it is due.
 
 Note [A part that the ledger lacks]
     A ledger that was removed, or replaced by an older one, does not have what this process has, and others could take
@@ -43,7 +43,7 @@ from ...allocator.shared_ledger import SharedLedger, SharedParts
 from ...allocator.units import format_size
 from ...offload.policy.shares import Sharer, shares
 from ...offload.policy.tuning import Sharing
-from . import governors
+from . import managers
 from .shared_total import ask_to_give, facts_of, member_of
 
 _joining = threading.Lock()
@@ -281,8 +281,8 @@ class Share:
         some or has pages on the host."""
         same = self._read_changes()
         device = self._runtime.device
-        governor = governors.known(self._runtime)
-        standing = None if governor is None else governor.standing()
+        manager = managers.known(self._runtime)
+        standing = None if manager is None else manager.standing()
         now = self._clock()
         active = standing if standing is not None and standing.active else None
         lacking = self._lacks + (0 if active is None else active.away * device.page_size)
@@ -412,9 +412,9 @@ class Share:
     def _use(self) -> tuple[int, int]:
         """Returns (bytes that this process uses, bytes that it could use)."""
         snapshot, page = self._runtime.device.snapshot(), self._runtime.device.page_size
-        governor = governors.known(self._runtime)
-        standing = None if governor is None else governor.standing()
-        owned = sum(snapshot["pages"][owner] for owner in ("weights", "activations", "kv", "retiring"))
+        manager = managers.known(self._runtime)
+        standing = None if manager is None else manager.standing()
+        owned = sum(snapshot["pages"][owner] for owner in ("weights", "activations", "kv", "pending_free"))
         used = owned - snapshot["heap"]["cached"] // page - (standing.idle if standing is not None else 0)
         used = max(0, used) * page
         if standing is None or not standing.active:

@@ -35,7 +35,7 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Finalizer, guarded
-from ...allocator.patches import Seam, Undo
+from ...allocator.patches import SharedPatch, Undo
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, GenerationMixin, layer_types
 from ..device.references import label
@@ -248,7 +248,7 @@ def _patch_generate() -> Iterator[Undo]:
     yield undo
 
 
-_followed: Final = Seam[tuple[int, Follow]](_patch_generate)  # by the id of what makes the calls
+_followed: Final = SharedPatch[tuple[int, Follow]](_patch_generate)  # by the id of what makes the calls
 
 
 def _replace_layers() -> Iterator[Undo]:
@@ -258,7 +258,7 @@ def _replace_layers() -> Iterator[Undo]:
             yield _patch_layer_type(table, kind)
 
 
-_attached: Final = Seam[_Attached](_replace_layers)  # by the id of a live model
+_attached: Final = SharedPatch[_Attached](_replace_layers)  # by the id of a live model
 
 
 def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:

@@ -36,12 +36,12 @@ import torch
 from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
-from ...offload.governor.kv_tier import KVTier
+from ...offload.manager.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
-from ...offload.policy.reclaim_order import Rung
+from ...offload.policy.reclaim_order import Level
 from ...offload.residency.kv_extent import KVExtent
 from ..device import graphs
-from ..device.governors import give_up
+from ..device.managers import give_up
 from ..device.streams import raw_stream, relaxed
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease
 
@@ -94,7 +94,7 @@ class KVPages:
             more = max(0, self._geometry.pieces(end) - self._extent.end)
             self._tier.iteration(stream, tokens, more, 0 if forward is None else forward.number)
         self._tier.enter(self._extent, stream)
-        if tokens > self._tier.governor.tuning.kv_reads.rows:
+        if tokens > self._tier.manager.tuning.kv_reads.rows:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
 
     @property
@@ -212,7 +212,7 @@ class KVPages:
 
     def worth_copying(self, rows: int) -> bool:
         """Should attention of so many rows of a sequence read a copy, as some pages are on the host?"""
-        if self._tier is None or self._extent is None or rows <= self._tier.governor.tuning.kv_reads.rows:
+        if self._tier is None or self._extent is None or rows <= self._tier.manager.tuning.kv_reads.rows:
             return False
         self._tier.extents.look()
         return self._extent.away > 0 and not self._extent.mover.in_slot
@@ -255,7 +255,7 @@ def find_pages(
     if reclaim() and tried():
         return
     if tier is not None:
-        tier.governor.reclaim.publish_now()
+        tier.manager.reclaim.publish_now()
         if tried():
             return
     if give_up(device, sum(count for _, count in runs)) and tried():
@@ -263,14 +263,14 @@ def find_pages(
     if gc.collect() and tried():
         return
     if tier is not None:
-        tier.governor.duplicates.request_drop(sum(count for _, count in runs))
+        tier.manager.duplicates.request_drop(sum(count for _, count in runs))
         if _waited(device, tier, tried):
             return
-        if tier.governor.spill:
+        if tier.manager.spill:
             with suppress(PoolExhausted):
                 for first, count in runs:
                     range_.map_host(first, count)
-                tier.decided(Rung.SPILL.label, "pull", sum(count for _, count in runs))
+                tier.decided(Level.SPILL.label, "reclaim", sum(count for _, count in runs))
                 spilled()
                 return
     raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}{graphs.why_short()}") from reason
@@ -289,14 +289,14 @@ def map_device(range_: Range, runs: Iterable[tuple[int, int]]) -> None:
 
 
 def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
-    waiting, clock = tier.governor.tuning.waiting, tier.governor.waits
+    waiting, clock = tier.manager.tuning.waiting, tier.manager.waits
     began, most, patience = clock(), 0, waiting.room if tier.last_wait_succeeded else waiting.room_look
     try:
         while (left := began + patience - clock()) > 0:
             requested = device.page_request
             most = max(most, requested)
             if requested:
-                tier.governor.pages.wait(min(left, waiting.room_look))
+                tier.manager.pages.wait(min(left, waiting.room_look))
             if tried():  # also without a request, as pages may have been given since
                 tier.last_wait_succeeded = True
                 return True
@@ -306,4 +306,4 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
         return False
     finally:
         if most:
-            tier.decided(Rung.WAIT.label, "revert", most, measured=clock() - began)
+            tier.decided(Level.WAIT.label, "restore", most, measured=clock() - began)

@@ -36,11 +36,11 @@ import torch
 
 from ...allocator import devices
 from ...allocator._native import Device, Group, Lease, Range
-from ...offload.governor.kv_tier import KVTier
+from ...offload.manager.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry, choose, longest
 from ...offload.policy.tuning import DEFAULT
 from ..compat import longest_sequence, one_shape
-from ..device import governors
+from ..device import managers
 from ..device.streams import raw_stream, torch_device
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, on_this_thread
 from .pages import KVPages
@@ -76,7 +76,7 @@ class KVRange:
             expected=min(expected, geometry.tokens) * geometry.token_bytes,
             more=more,
         )
-        self._growth = DEFAULT.kv_growth if tier is None else tier.governor.tuning.kv_growth
+        self._growth = DEFAULT.kv_growth if tier is None else tier.manager.tuning.kv_growth
         self.shown: Final = ShownTokens(geometry, RangeTensors(self.range, geometry, shape, self._growth.storages))
         alone = weakref.WeakMethod(self.shown.exclusive)  # or it would refer to itself
         self.pages: Final = KVPages(
@@ -461,7 +461,7 @@ class CacheRanges:
 
     @property
     def tier(self) -> KVTier | None:
-        """The cache's side of the governor; None before it has a range, and where there are no host pages."""
+        """The cache's side of the manager; None before it has a range, and where there are no host pages."""
         return self._tier
 
     def join(self, device: Device, shape: KVShape, tokens: int, number: int) -> tuple[KVRange, int] | None:
@@ -496,7 +496,7 @@ class CacheRanges:
             return None
         group = self.group(device)
         if self._tier is None and device.host_pages:
-            self._tier, self._thread_lease = KVTier(device, group, governors.of(device), self.whose), ThreadLease(group)
+            self._tier, self._thread_lease = KVTier(device, group, managers.of(device), self.whose), ThreadLease(group)
         more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
         expected = max(self._expected, tokens)
         kv_range = KVRange(device, group, geometry, shape, self._tier, self._thread_lease, expected, more)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
 from ...allocator.units import format_size, format_time, table
-from ...offload.governor.kv_read_plan import Streamed
+from ...offload.manager.kv_read_plan import Streamed
 from ...offload.policy.kv_pages import Way
 from ...offload.policy.lending import Lent
 from ...offload.policy.plan import Costs, Plan
@@ -206,7 +206,8 @@ class Report:
             yield "over the link", f"{format_size(self.token_bytes)} per iteration{speed}"
             yield "so far", format_size(self.link_bytes)
         if self.file_bytes or self.host_bytes:
-            yield "twins", f"{format_size(self.file_bytes)} in files, {format_size(self.host_bytes)} in host memory"
+            files, host = format_size(self.file_bytes), format_size(self.host_bytes)
+            yield "backing store", f"{files} in files, {host} in host memory"
         for cache in self.kv:
             if cache.away or cache.copied:
                 yield "KV on the host", _reads(cache, self.page_size)

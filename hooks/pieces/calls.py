@@ -27,7 +27,7 @@ from torch import nn
 from torch.backends import cuda
 
 from ...allocator.interrupts import Finalizer
-from ...allocator.patches import Seam, Undo
+from ...allocator.patches import SharedPatch, Undo
 from ..compat import tokens_of_prompt
 from ..kv import generation
 from .plans import sets_between
@@ -97,7 +97,7 @@ def attach(model: nn.Module, runner: PieceRunner) -> Callable[[], object]:
     return Finalizer(model, detach, functools.partial(_runners.remove, id(model)), runner.close)
 
 
-_runners: Final = Seam[PieceRunner](lambda: iter(()))  # by the id of a live model
+_runners: Final = SharedPatch[PieceRunner](lambda: iter(()))  # by the id of a live model
 
 
 def _patch_forward(owner: Any) -> Undo:
@@ -177,4 +177,4 @@ def _turn_off() -> Iterator[Undo]:
     stock(False)
 
 
-_users: Final = Seam[None](_turn_off)  # by the id of a live model
+_users: Final = SharedPatch[None](_turn_off)  # by the id of a live model

@@ -16,10 +16,10 @@ import torch
 
 from ..compat import cache_name, prepared_caches, without_values
 from ..weights.model_parts import decoder_layers
+from .patches import recording
 from .recipe import Recipe, difference
 from .recorder import ForwardRecorder, RecordedLayers
 from .runner import GROWS, deciding_by_length, modules_with_cache, weights_by_address
-from .seams import recording
 
 _PROMPT: Final = 5  # tokens, before those that are recorded
 

@@ -32,10 +32,10 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator._native import Device
 from ...allocator.interrupts import Guarded, guarded
 from ...allocator.notices import warn
-from ...offload.governor.governor import Governor
+from ...offload.manager.memory_manager import MemoryManager
 from ..cache_argument import given_cache
 from ..compat import Cache
-from ..device import governors
+from ..device import managers
 from ..device.references import label
 from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
@@ -44,11 +44,11 @@ from ..measure.report import PiecesReport
 from ..weights.model_parts import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
 from .graph_pool import GraphPool
+from .patches import ResumedForward, recording
 from .plans import Act, KeyPlan, ModelSettings, Variant
 from .program import BrokenOff, Forward, Program, Stale
 from .recipe import difference, operands
 from .recorder import BATCH, ForwardRecorder, RecordedLayers
-from .seams import ResumedForward, recording
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
 WAYS: Final = ("fine", "coarse", "eager")
@@ -76,13 +76,13 @@ class PieceRunner:
         self,
         model: nn.Module,
         device: Device,
-        governor: Governor,
+        manager: MemoryManager,
         away: Callable[[], Container[int] | None],
         between: Callable[[], object],
         pace: Pace,
         priority: int,
     ) -> None:
-        """`governor`: of the device. `away`: returns the decoder layers that run on their own, as they are read from
+        """`manager`: of the device. `away`: returns the decoder layers that run on their own, as they are read from
         slots; None where no forward may run by pieces. `between`: called before a forward by graphs, in place
         of what hooks do between two layers. `pace`: times the forwards. `priority`: of the model."""
         self.priority = priority
@@ -95,10 +95,10 @@ class PieceRunner:
         self._device = device
         self._name = label(model)
         self._away = away
-        self._scarce: Callable[[], bool] = lambda: governor.pages.scarce  # are device pages short now?
+        self._scarce: Callable[[], bool] = lambda: manager.pages.scarce  # are device pages short now?
         self._between = between
         self._pace = pace
-        self._tuning = governor.tuning.pieces
+        self._tuning = manager.tuning.pieces
         self._torch_device = torch_device(device)
         self._plans: OrderedDict[Any, KeyPlan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
@@ -109,7 +109,7 @@ class PieceRunner:
         self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._settings: ModelSettings | None = None  # of the last forward that was recorded, where they may change
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
-        governors.add_giver(device, self, graphs=True)
+        managers.add_giver(device, self, graphs=True)
 
     # -- forwards
 
@@ -191,7 +191,7 @@ class PieceRunner:
         return _Output(program.output(forward))
 
     def _finish(self, stock: Callable[..., Any], plan: KeyPlan, task: _Task, broken: BrokenOff) -> _Output | None:
-        """Computes a forward on eagerly, see seams.py; None where nothing of it was, and it can be recorded."""
+        """Computes a forward on eagerly, see patches.py; None where nothing of it was, and it can be recorded."""
         why = broken.__cause__
         if isinstance(why, Stale):
             plan.call = None  # the next one is recorded

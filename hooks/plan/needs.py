@@ -28,7 +28,7 @@ from ...offload.policy.planner.memory import Judged, Moment, Needs
 from ...offload.record import record
 from ...offload.record.record import Phase, Point
 from ..compat import one_shape
-from ..device import governors
+from ..device import managers
 from ..device.key import key_for
 from ..kv.ranges import CacheSizes, geometry_for
 from ..programs.model_info import Widths
@@ -77,7 +77,7 @@ class Sizing:
 
     def seen(self, batch: int, prompt: int, context: int) -> tuple[SeenForward, SeenForward]:
         """Runs the model without values, see `forward.seen`."""
-        return seen(self.shape, batch, prompt, context, governors.composed_with().tuning.planning.alike)
+        return seen(self.shape, batch, prompt, context, managers.composed_with().tuning.planning.alike)
 
     def saved(self, bits: int | None) -> int:
         """Returns the bytes of weights that quantization to so many bits saves."""
@@ -94,7 +94,7 @@ class Sizing:
     ) -> Needs:
         """Returns the model's pages. `seconds`: of a prefill and of a decode step; `judged`, `aside`: see Needs.
         ConfigError."""
-        shape, tuning = self.shape, governors.composed_with().tuning.weights
+        shape, tuning = self.shape, managers.composed_with().tuning.weights
         layout = place(shape.blocks(asked.bits), self.page, tuning.large)
         layers = layout.layer_pages(shape.layers)
         working = working_pages(shape.model, decoder_layers(shape.model), self.page, tuning)
@@ -131,7 +131,7 @@ class Sizing:
 
     def _moment(self, ranges: Sequence[Spread], tokens: int, batch: int, peak: int) -> Moment:
         """Makes the moment with so many tokens, while operators use `peak` bytes."""
-        tuning = governors.composed_with().tuning
+        tuning = managers.composed_with().tuning
         prompts = 2 * (2 * batch * tokens * _INDEX)  # `generate()` appends to the tokens and their mask by a copy
         most = -(-(int(peak * tuning.planning.unseen) + prompts) // self.page) + tuning.weights.small_blocks
         kv = tuple(range_.pages(tokens) for range_ in ranges)

@@ -21,7 +21,7 @@ from ...allocator.errors import ConfigError
 from ...allocator.units import format_size, format_time
 from ...offload.policy.planner.answer import Forecast, PlanAnswer, PlanChange, Question, answered, nearest
 from ...offload.policy.planner.memory import Binding, PlanBudget
-from ..device import governors
+from ..device import managers
 from ..measure.report import interval_of
 from .forward import ModelShape, shape_of
 from .needs import Device, Sizing, Speed, device_of, host_pages, speed_of
@@ -130,7 +130,7 @@ class Planner:
     def facts(self) -> Facts:
         """Returns the values that `plan` describes."""
         answer = self.ask(self.asked)
-        changes = nearest(self.asked, answer, self.ask, governors.composed_with().tuning.planning)
+        changes = nearest(self.asked, answer, self.ask, managers.composed_with().tuning.planning)
         asked, slowest = self.asked, answer.slowest
         return {
             "fits": answer.fits,
@@ -172,7 +172,7 @@ class Planner:
         known = self.speeds[0].known
         page_seconds, copying = None if link is None else self.page / link, 0.0 if known is None else known.copying
         budget = PlanBudget(asked.pages, self.page, page_seconds, asked.slo, asked.host, copying)
-        return answered(needs, budget, asked.context - asked.prompt, governors.composed_with().tuning)
+        return answered(needs, budget, asked.context - asked.prompt, managers.composed_with().tuning)
 
     def _change(self, change: PlanChange) -> Facts:
         to: float = change.to * self.page if change.what in ("budget", "host") else change.to

@@ -2,7 +2,7 @@
 advances; the policies that are compared; and the costs of a model's steps, as measured on this machine.
 
 Note [What is real]
-    Requests go through transformers' own loop, and ballonet's scheduler, admission, preemption, cache and governor.
+    Requests go through transformers' own loop, and ballonet's scheduler, admission, preemption, cache and manager.
     Weights, KV and activations have pages of the stand-in driver, which are taken, moved to the host and restored as
     usual. But no layer computes: a step takes the seconds of `Parts` for its new tokens and those that it reads
     (step_costs.py), and those of machine.py for its copies, and each answer has as many tokens as were recorded. One
@@ -42,10 +42,10 @@ from ...allocator.errors import ManageError
 from ...allocator.units import format_size
 from ...offload.policy.step_costs import NOTHING, Parts, RequestSLO
 from ...offload.policy.tuning import DEFAULT, Tuning
-from ..batching import seams
+from ..batching import patches
 from ..batching.scheduler import ElasticScheduler
 from ..compat import longest_sequence
-from ..device import governors
+from ..device import managers
 from ..loading import load_or_draw
 from ..manage import manage, managed
 from ..options import ManageOptions
@@ -102,10 +102,10 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "uncapped": ElasticPolicy("models stream more than hides", changes={"weights": {"capped": False}}),
     "one-slot": ElasticPolicy("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),
     "two-slots": ElasticPolicy("streamed layers share two slots: alpha + 2", changes={"weights": {"slots": (2,)}}),
-    "no-reversion": ElasticPolicy("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
+    "no-restoring": ElasticPolicy("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
     "weights-fixed": ElasticPolicy("weights give no pages", interval=None),
-    "no-inflation": ElasticPolicy(
-        "nor do activations, and KV none to them", interval=None, changes={"serving": {"inflation": False}}
+    "activations-apart": ElasticPolicy(
+        "nor do activations, and KV none to them", interval=None, changes={"serving": {"activations_give": False}}
     ),
     "no-buffer": ElasticPolicy("no KV of prompts goes to the host", changes={"serving": {"most": 0.0}}),
     "fixed-buffer": ElasticPolicy(
@@ -145,7 +145,7 @@ def measure_steps(
         handle = manage(model)
         try:
             why = _answer(model, arrivals, batching, note)
-            batched = seams.batched(model)
+            batched = patches.batched(model)
             parts, error = (None, None) if batched is None else (batched.costs.parts, batched.costs.error)
         finally:
             handle.release()
@@ -364,8 +364,8 @@ def _elastic(
         undo.callback(install.restore)
         undo.callback(gc.collect)  # errors of requests refer to frames, and those to caches
         device = devices.require()
-        composed = governors.composed_with(device)._replace(clock=clock, tuning=tuning)
-        undo.callback(governors.compose_with, governors.compose_with(composed, device), device)
+        composed = managers.composed_with(device)._replace(clock=clock, tuning=tuning)
+        undo.callback(managers.compose_with, managers.compose_with(composed, device), device)
         device.stop_background()
         undo.enter_context(install.stock())
         grid = Grid(*tuning.serving.measured)

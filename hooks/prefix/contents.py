@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from ...allocator._native import Device
 from ...allocator.interrupts import if_free
-from ...offload.governor.client import ModelClient
-from ...offload.governor.governor import Governor
-from ..device import governors
+from ...offload.manager.client import ModelClient
+from ...offload.manager.memory_manager import MemoryManager
+from ..device import managers
 from .identity import Identity
 from .index import PrefixIndex
 from .sequence import CachedSequence, Counts, TokenRun
@@ -40,14 +40,14 @@ class Lookup:
 class Contents:
     """The sequences, states and blocks that are kept for one model, their lock, and counts of their use."""
 
-    def __init__(self, name: str, device: Device, governor: Governor) -> None:
-        """`name`: of the model, for messages; `governor`: of the device."""
+    def __init__(self, name: str, device: Device, manager: MemoryManager) -> None:
+        """`name`: of the model, for messages; `manager`: of the device."""
         self.name = name
         self.device = device
-        self.governor = governor
+        self.manager = manager
         self.counts = Counts()
         self.lock = threading.RLock()
-        self.index = PrefixIndex(governor.tuning.prefixes)
+        self.index = PrefixIndex(manager.tuning.prefixes)
         self.weights: tuple[object, ...] = ()  # the weights' identity at computation: see identity.py
         self.saver: Saver | None = None  # writes to files, if there is a folder
         self.closed = False
@@ -121,19 +121,21 @@ class Contents:
 
     def log_decision(self, verb: str, pages: int) -> None:
         """Records an event of the timeline."""
-        self.governor.events.decided("prefix", verb, pages, what=self.name)
+        self.manager.events.decided("prefix", verb, pages, what=self.name)
 
 
 class ModelContents(Contents):
     """The contents of one managed model: its requests leave their sequences here, and the least valuable blocks and
     states are evicted."""
 
-    def __init__(self, name: str, device: Device, governor: Governor, model: ModelClient, limit: int | None) -> None:
+    def __init__(
+        self, name: str, device: Device, manager: MemoryManager, model: ModelClient, limit: int | None
+    ) -> None:
         """`model`: whose contents they are. `limit`: bytes of pages that may be kept, None for any number."""
-        super().__init__(name, device, governor)
+        super().__init__(name, device, manager)
         self._model = model
         self.limit = limit
-        governors.add_giver(device, self)
+        managers.add_giver(device, self)
 
     # -- what requests leave
 
@@ -143,7 +145,7 @@ class ModelContents(Contents):
         if sequence is not None:
             sequence.was_written()
         for state in states:
-            state.move_to_pages(self.device, self.governor)
+            state.move_to_pages(self.device, self.manager)
         with self.change() as index:
             if not self.closed and now.weights == self.weights:
                 if sequence is not None:
@@ -160,7 +162,7 @@ class ModelContents(Contents):
             elif sequence is not None:
                 index.forget(sequence)
         clients = [state.pages.number for state in states if state.pages is not None]
-        self.governor.repayment.keep(self._model, [*clients, *(sequence.caches if sequence else ())])
+        self.manager.repayment.keep(self._model, [*clients, *(sequence.caches if sequence else ())])
 
     def has_new_blocks(self, ids: Sequence[int], now: Identity) -> bool:
         """Would keeping these tokens store anything new?"""
@@ -201,7 +203,7 @@ class ModelContents(Contents):
         the device (`tuning.prefixes.stuck`). The caller is within `Contents.change`."""
         while self.limit is not None and self.nbytes > self.limit and self.evict():
             pass
-        most = self.device.budget // self.device.page_size // self.governor.tuning.prefixes.stuck
+        most = self.device.budget // self.device.page_size // self.manager.tuning.prefixes.stuck
         while self.sequence_pages > most and self._stuck() > most and self.evict(on_device=True):
             pass
 
@@ -215,7 +217,7 @@ class ModelContents(Contents):
         return gone > 0
 
     def give_up(self, pages: int) -> int:
-        """Gives back about so many pages of its device, and returns how many, see governors.py. Does nothing while
+        """Gives back about so many pages of its device, and returns how many, see managers.py. Does nothing while
         another thread changes the contents. Takes no lock of a paged cache, as the caller may hold another one's."""
         before = self.device_pages
 

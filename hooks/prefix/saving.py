@@ -36,7 +36,7 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.units import steps
-from ...offload.governor.governor import Governor
+from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.prefixes import Reading, reading
 from ...offload.record.record import Record
 from ...offload.residency.prefix_files import Array, PrefixFiles, Saved
@@ -112,17 +112,17 @@ class Saver:
         directory: str | os.PathLike[str],
         limit: int | None,
         store: SavedStore,
-        governor: Governor,
+        manager: MemoryManager,
         record: Callable[[], Record | None],
     ) -> None:
-        """`governor`: of the device. `record`: returns the measured times of the model's iterations."""
+        """`manager`: of the device. `record`: returns the measured times of the model's iterations."""
         self._model = weakref.ref(model)
         self._device = device
         self._directory = directory
         self._limit = limit
         self._read, self._look, self._block, self._counts = store.read, store.identity, store.block, store.counts
-        self._governor = governor
-        self._tuning = governor.tuning.prefixes
+        self._manager = manager
+        self._tuning = manager.tuning.prefixes
         self._record = record
         self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # (bytes, seconds) of reads
         self._computed = 0  # requests since a read was tried last
@@ -135,7 +135,7 @@ class Saver:
         self._ended = False
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._at_exit = atexit.register(_flushing(weakref.ref(self), governor.tuning.waiting.files))
+        self._at_exit = atexit.register(_flushing(weakref.ref(self), manager.tuning.waiting.files))
 
     def stored_bytes(self) -> tuple[str, int]:
         """Returns the folder, and the bytes of all prefix files in it, those of other models too; 0 until the first
@@ -179,10 +179,10 @@ class Saver:
             self._decided("compute", nbytes, estimate.compute)
             return runs
         self._computed = 0
-        begin = self._governor.clock()
+        begin = self._manager.clock()
         runs = self._read_in(files, keys, count, end, ids)
         if runs and runs[-1].end == end * self._block:
-            taken = max(self._governor.clock() - begin, 1e-9)
+            taken = max(self._manager.clock() - begin, 1e-9)
             self._speeds.append((nbytes, taken))
             self._decided("load", nbytes, estimate.disk, taken)
         return runs
@@ -192,11 +192,11 @@ class Saver:
         record, speeds = self._record(), tuple(self._speeds)
         disk = sum(size for size, _ in speeds) / sum(seconds for _, seconds in speeds) if speeds else None
         per_token = None if record is None else record.prefill_token(lacking)
-        return reading(nbytes, tokens, disk=disk, link=self._governor.link.bandwidth, per_token=per_token)
+        return reading(nbytes, tokens, disk=disk, link=self._manager.link.bandwidth, per_token=per_token)
 
     def _decided(self, verb: str, nbytes: int, predicted: float | None, measured: float | None = None) -> None:
         pages = -(-nbytes // self._device.page_size)
-        self._governor.events.decided("prefix", verb, pages, what="files", predicted=predicted, measured=measured)
+        self._manager.events.decided("prefix", verb, pages, what="files", predicted=predicted, measured=measured)
 
     def _read_in(
         self, files: PrefixFiles, keys: Sequence[bytes], reached: int, end: int, ids: Sequence[int]
@@ -327,9 +327,7 @@ class Saver:
                 self._known = now.weights, digest
             salt = self._known[1] + now.settings
             if salt not in self._folders:
-                self._folders[salt] = PrefixFiles(
-                    self._directory, self._limit, salt, self._governor.clock, self._tuning
-                )
+                self._folders[salt] = PrefixFiles(self._directory, self._limit, salt, self._manager.clock, self._tuning)
             return self._folders[salt]
 
 

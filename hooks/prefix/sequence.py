@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from ...allocator.errors import BallonetError
-from ...offload.governor.kv_tier import KVTier
+from ...offload.manager.kv_tier import KVTier
 from ..forward.lease import ForwardLease, GroupLease
 from ..kv.layer import ElasticLayer
 from ..kv.ranges import CacheRanges, KVRange
@@ -167,7 +167,7 @@ class CachedSequence(TokenSource):
 
     @property
     def caches(self) -> list[int]:
-        """The numbers of its caches as clients of the governor."""
+        """The numbers of its caches as clients of the manager."""
         return [tier.number for tier in self._tiers()]
 
     @property
@@ -209,7 +209,7 @@ class CachedSequence(TokenSource):
         return held is not None and bool(held.is_initialized)
 
     def mark_idle(self, kept: bool) -> None:
-        """Tells the governor whether the sequence is only kept for later prompts, or in use. DriverError."""
+        """Tells the manager whether the sequence is only kept for later prompts, or in use. DriverError."""
         for kv_range in self.kv_ranges:
             kv_range.keep(kept)
         for tier in self._tiers():

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import Finalizer, guarded
-from ...allocator.patches import Seam, Undo
+from ...allocator.patches import SharedPatch, Undo
 from ..cache_argument import CACHE_NAMES, given_cache
 from ..compat import (
     PLAIN_MODES,
@@ -100,7 +100,7 @@ def _replace() -> Iterator[Undo]:
     yield register_optimizer_step_post_hook(_stepped).remove
 
 
-_stores: Final = Seam[PrefixStore](_replace)  # by the id of a live model
+_stores: Final = SharedPatch[PrefixStore](_replace)  # by the id of a live model
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
@@ -243,7 +243,7 @@ class _Request:
         held = self._cache() is not None
         states = [] if why or watch.at_prompt is None else [watch.at_prompt]
         if not why and watch.read > len(watch.prompt):
-            loose = self._store.contents.governor.tuning.prefixes.loose
+            loose = self._store.contents.manager.tuning.prefixes.loose
             last = StateSnapshot.of(self._layers, ids, now.settings, move=not held, loose=loose)
             states += [last] if last is not None else []
         if not states:

@@ -35,8 +35,8 @@ from torch.utils.dlpack import from_dlpack
 
 from ...allocator._native import Device
 from ...allocator.errors import DriverError, PoolExhausted
-from ...offload.governor.governor import Governor
-from ...offload.governor.kv_tier import KVTier
+from ...offload.manager.kv_tier import KVTier
+from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.layout import ALIGNMENT
 from ...offload.policy.prefixes import chain
 from ...offload.policy.tuning import DEFAULT
@@ -99,7 +99,7 @@ class StateSnapshot:
         """The pages of the state; None where it lies in torch's memory."""
         return self._pages
 
-    def move_to_pages(self, device: Device, governor: Governor) -> None:
+    def move_to_pages(self, device: Device, manager: MemoryManager) -> None:
         """Moves the state to pages that may leave the device, if it fills at least one and enough are free. Called
         before any other use."""
         tensors = list(self._tensors())
@@ -111,7 +111,7 @@ class StateSnapshot:
         if stream is not None and self._written is not None:
             stream.wait_event(self._written)
         with suppress(PoolExhausted, DriverError):
-            self._pages = StatePages(device, governor, tensors)
+            self._pages = StatePages(device, manager, tensors)
             numbers = count()
             self._parts = _in_parts(self._parts, lambda _: _Paged(next(numbers)))
             self.nbytes = self._pages.pages * device.page_size
@@ -245,7 +245,7 @@ def _tensors_in(value: Mapping[Any, Any], everything: bool = True) -> Iterator[t
 class StatePages:
     """Copies of some tensors in pages of their own."""
 
-    def __init__(self, device: Device, governor: Governor, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: Device, manager: MemoryManager, tensors: Sequence[torch.Tensor]) -> None:
         """Copies `tensors` on the current stream. PoolExhausted, DriverError."""
         self._stream = stream_of(device)
         self._places: list[tuple[int, torch.dtype, torch.Size]] = []
@@ -257,7 +257,7 @@ class StatePages:
         self._group = device.group()
         self._range = device.reserve(pieces * device.page_size, "kv", self._group)
         self._range.map(0, pieces)
-        self._tier = KVTier(device, self._group, governor)
+        self._tier = KVTier(device, self._group, manager)
         self._tier.client.name = "state"
         self._extent = KVExtent(device, self._group, self._range, self._tier.lock, lambda: False)
         self._extent.kind = "recurrent states"
@@ -270,7 +270,7 @@ class StatePages:
         self._extent.extended(0, pieces)
         self._tier.client.only_cached = True
         self._extent.raise_to(pieces)
-        governor.client_changed(self._tier.number)
+        manager.client_changed(self._tier.number)
 
     @property
     def pages(self) -> int:
@@ -284,7 +284,7 @@ class StatePages:
 
     @property
     def number(self) -> int:
-        """The number of this client of the governor."""
+        """The number of this client of the manager."""
         return self._tier.number
 
     @property
@@ -297,7 +297,7 @@ class StatePages:
         """Yields the tensors, for reads that the current stream is given within the block. BallonetError,
         DriverError."""
         with GroupLease(self._group):
-            self._tier.client.used = self._tier.governor.clock()
+            self._tier.client.used = self._tier.manager.clock()
             self._tier.show(self._extent, self._stream())
             self._range.note_use(self._stream(), False)
             yield self._views()

@@ -16,8 +16,8 @@ from torch import nn
 
 from ...allocator._native import Device
 from ...allocator.units import format_size
-from ...offload.governor.client import ModelClient
-from ...offload.governor.governor import Governor
+from ...offload.manager.client import ModelClient
+from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.prefixes import chain
 from ..kv.layer import ElasticLayer
 from .contents import Lookup, ModelContents
@@ -40,10 +40,10 @@ class PrefixStore:
     """
 
     def __init__(
-        self, model: nn.Module, device: Device, limit: int | None, governor: Governor, governed: ModelClient
+        self, model: nn.Module, device: Device, limit: int | None, manager: MemoryManager, governed: ModelClient
     ) -> None:
-        """`limit`: bytes of pages, None for any number. `governor`: of the device; it knows the model as `governed`."""
-        self.contents = ModelContents(type(model).__name__, device, governor, governed, limit)
+        """`limit`: bytes of pages, None for any number. `manager`: of the device; it knows the model as `governed`."""
+        self.contents = ModelContents(type(model).__name__, device, manager, governed, limit)
         self.counts = self.contents.counts
         self.looks = Looks(model)
         self.filler = PromptFiller(self.contents)

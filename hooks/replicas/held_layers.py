@@ -7,7 +7,7 @@ Note [Where a layer is restored from]
     copied, or compared with a peer's, between the forwards.
 
 Note [A drop is a plan with a pinned span]
-    Dropped layers stream, through one slot that they share, and no plan of the governor has them
+    Dropped layers stream, through one slot that they share, and no plan of the manager has them
     (hooks/streaming/arrangement.py, Note [Dropped layers]). So a replica that has to run alone goes on at once, though
     slowly, where the paper restores first. A drop happens between two forwards, and copies nothing to the host where
     the layers were made ready before (`ReadyLayers`).
@@ -51,13 +51,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...allocator._native import Device, Lease, Range, Transfer
 from ...allocator.errors import DropRefused, ManageError, PoolExhausted, WeightsFileChanged
-from ...offload.policy.reclaim_order import Rung
+from ...offload.policy.reclaim_order import Level
 from ...offload.policy.replicas.groups import Span
 from ...offload.residency.backing import Backing, FileBacking
 from ...offload.residency.ring import StreamedLayer, live
 from ...offload.residency.slots import Copies, open_pages
 from ...offload.residency.weights_file import FileSpan
-from ..device import governors
+from ..device import managers
 from ..device.references import THIS, Interpreter, perhaps_referenced
 from ..managed import Managed, between_forwards, managed_as, residency_of, weights_of
 from ..streaming.arrangement import Arrangement
@@ -465,7 +465,7 @@ class HeldLayers:
     may run meanwhile on other threads. Does not keep the model alive. `pieces`: reports progress of work on a layer."""
 
     def __init__(self, handle: Managed) -> None:
-        """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no governor would
+        """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no manager would
         restore after `release`."""
         residency = residency_of(handle)
         if residency.interval != "auto":
@@ -477,8 +477,8 @@ class HeldLayers:
         self._residency = residency
         self._weights = weights_of(handle)
         self._device = self._weights.device
-        self._governor = governors.of(self._device)
-        composed = governors.composed_with(self._device)
+        self._manager = managers.of(self._device)
+        composed = managers.composed_with(self._device)
         self.pieces = Piecewise(self._device, composed.tuning.replicas.moved)
         self._ready = ReadyLayers(self._model, self._weights, self.pieces, composed.interpreter)
         self._pages = RestorePages(self._weights)
@@ -501,12 +501,12 @@ class HeldLayers:
         return tuple(layer for layer in self._droppable() if self._ready.is_ready(layer))
 
     def begin(self, wanted: Callable[[int], object], on_progress: Callable[[], object]) -> None:
-        """Until `end`, has `wanted(pages)` called when the ladder lacks pages at rung 7, see
-        offload/governor/overview.py, and `on_progress` as Piecewise does. `wanted` has to return at once; a `drop` may
+        """Until `end`, has `wanted(pages)` called when the reclaim order lacks pages at level 7, see
+        offload/manager/overview.py, and `on_progress` as Piecewise does. `wanted` has to return at once; a `drop` may
         follow later."""
         with self._lock:
             self.end()
-            self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)
+            self._withdraw = self._manager.duplicates.register(wanted, self._freed_at_most)
             self.pieces.on_progress = on_progress
 
     def end(self) -> None:
@@ -541,7 +541,7 @@ class HeldLayers:
 
         Nothing has changed after ManageError (a span that the model does not have, a CUDA graph that has captured one
         of the layers, a model that is no longer managed), DropRefused (no host pages), WeightsFileChanged and
-        ModelInUse. After DriverError and PoolExhausted layers that have left stream, and the governor restores them.
+        ModelInUse. After DriverError and PoolExhausted layers that have left stream, and the manager restores them.
         """
         with self._lock:
             self._check_managed()
@@ -582,7 +582,7 @@ class HeldLayers:
             self._pages.give_back()
 
     def release(self) -> None:
-        """Lets the governor decide about all layers again; it restores those for which there are pages. Idempotent.
+        """Lets the manager decide about all layers again; it restores those for which there are pages. Idempotent.
         ModelInUse, ManageError."""
         with self._lock:
             self.give_back()
@@ -616,8 +616,8 @@ class HeldLayers:
         with self._residency.changing() as arrangement:
             arrangement.drop(layers)
         freed = before - self._weights.pages
-        self._governor.events.decided(Rung.DUPLICATES.label, "pull", freed, what=self._residency.name)
-        self._governor.pages.given()
+        self._manager.events.decided(Level.DUPLICATES.label, "reclaim", freed, what=self._residency.name)
+        self._manager.pages.given()
         return freed
 
     def _outside(self, span: Span) -> tuple[int, ...]:
@@ -664,8 +664,8 @@ class HeldLayers:
             peer = between_forwards(self._handle, lambda: self._map(layer, filled, came))
         finally:
             filled.close()  # does nothing where its pages were adopted
-        self._governor.pages.went_back()
-        self._governor.events.decided(Rung.DUPLICATES.label, "revert", streamed.pages, what=self._residency.name)
+        self._manager.pages.went_back()
+        self._manager.events.decided(Level.DUPLICATES.label, "restore", streamed.pages, what=self._residency.name)
         return RestoredLayer(layer, streamed.pages, peer)
 
     def _map(self, layer: int, filled: Range, came: Filled) -> bool:

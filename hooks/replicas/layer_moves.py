@@ -112,7 +112,7 @@ class LayerMoves:
             self.begin(epoch, [Pull(self._setup.me, layer, None) for layer in dropped], {})
 
     def release(self, group: Group) -> None:
-        """Lets the governor decide about all layers again, if the group drops none and none is being restored."""
+        """Lets the manager decide about all layers again, if the group drops none and none is being restored."""
         if not group.is_dropped and not self.pulling:
             self._setup.holds.release()
 

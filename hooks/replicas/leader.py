@@ -25,8 +25,8 @@ from ...allocator.errors import DriverError
 from ...offload.policy.admission import Memory
 from ...offload.policy.step_costs import NOTHING
 from ..batching.memory import RequestMemory, memory_of, most_of
+from ..batching.patches import others_run
 from ..batching.scheduler import ElasticFIFO
-from ..batching.seams import others_run
 from ..batching.steps import PagePreemption
 from ..sampling.carried import is_scored
 from ..sampling.grammar import Grammars
@@ -76,7 +76,7 @@ class GroupScheduler(ElasticFIFO):
         most: float,
     ) -> None:
         """`most`: tokens for which every follower would have memory if no request ran; infinity without followers."""
-        tuning = cache.pages.client.governor.tuning.serving
+        tuning = cache.pages.client.manager.tuning.serving
         self._under_way = under_way
         self._stages = stages
         memory = RequestMemory(

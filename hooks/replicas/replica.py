@@ -1,8 +1,8 @@
 """The main loop of a replica: handles messages of the supervisor, computes microbatches, and changes epochs.
 
 Note [Wished pages]
-    An allocation on this device that still lacks pages at rung 7 of the ladder wishes for a drop
-    (offload/governor/overview.py). Its pages are reported as pending for a while, like those of prompts that wait,
+    An allocation on this device that still lacks pages at level 7 of the reclaim order wishes for a drop
+    (offload/manager/overview.py). Its pages are reported as pending for a while, like those of prompts that wait,
     and the controller, which knows all replicas and predicts the gain of a drop, decides.
 
 Note [One thread]

@@ -46,7 +46,7 @@ from ...offload.policy.tuning import DEFAULT, Replicas, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
-from ..batching.seams import batched
+from ..batching.patches import batched
 from ..forward.lease import GroupLease
 from ..sampling.grammar import Grammars
 from ..sampling.sampler import put
@@ -236,7 +236,7 @@ class SpanCache(ElasticPagedCache):
     def __init__(
         self, model: Any, batched: Batched, layers: range, settings: GroupSettings, tuning: Serving = DEFAULT.serving
     ) -> None:
-        """`batched`: facts of the model (hooks/batching/seams.py). torch.OutOfMemoryError, DriverError."""
+        """`batched`: facts of the model (hooks/batching/patches.py). torch.OutOfMemoryError, DriverError."""
         self.layers = layers
         # a weak reference to a function that is called with each request whose blocks are freed
         self.on_freed: Callable[[], Callable[[str], object] | None] = lambda: None

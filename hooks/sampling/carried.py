@@ -1,5 +1,5 @@
 """What requests of a generation loop carry to be sampled by ballonet, and what stands for methods of transformers there
-(hooks/batching/seams.py). It needs none of the sampler's packages: it is in all loops of managed models.
+(hooks/batching/patches.py). It needs none of the sampler's packages: it is in all loops of managed models.
 """
 
 from __future__ import annotations

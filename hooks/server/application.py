@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 
-from ..device import governors
+from ..device import managers
 from .anteroom import Anteroom
 from .connections import Connections, raise_files
 from .doors import Doors
@@ -44,7 +44,7 @@ class Application:
         self._models = models
         self._address = address
         self._say = say
-        self._tuning = governors.composed_with().tuning.clients
+        self._tuning = managers.composed_with().tuning.clients
         doors, longest = address.doors, [model.longest or 0 for model in models]
         self.app = endpoints(models, self._lifespan, doors.middleware())
         doors.guard(self.app.routes, max(longest) if all(longest) else 0, self._tuning)

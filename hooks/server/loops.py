@@ -1,5 +1,5 @@
 """The generation loops of a server's models: one of continuous batching each, all at the same time, and which requests
-they refuse. Loops share the pages of the device by the governor's ladder, so that none needs to stop.
+they refuse. Loops share the pages of the device by the reclaim order of the device, so that none needs to stop.
 
 Note [Longer than the model]
     transformers goes on beyond the longest sequence of a model's configuration: rotary positions can be computed for
@@ -30,8 +30,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import DriverError, ManageError, ModelInUse, PoolExhausted, SequenceTooLong
 from ...offload.policy.step_costs import NOTHING, RequestSLO
+from ..batching.patches import why_stock
 from ..batching.scheduler import ElasticScheduler
-from ..batching.seams import why_stock
 from ..compat import longest_sequence
 from ..managed import Managed, managed_as
 from ..sampling.carried import SAMPLING, SampledRequest

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from transformers import ContinuousBatchingConfig
 
 from ...allocator._native import Device
-from ..device import governors
+from ..device import managers
 from ..manage import managed
 from ..managed import Managed
 from ..options import ManageOptions
@@ -69,7 +69,7 @@ class Server:
         self.loops: dict[str, Loop] = {}
         self._handles: list[Managed] = []
         sources = [source_of(name, own_templates=address.own_templates) for name in names]
-        tuning = governors.composed_with(device).tuning
+        tuning = managers.composed_with(device).tuning
         self._pool = RenderPool(prepared_by(sources), tuning.clients)
         grid = Grid(*tuning.serving.measured) if len(names) > 1 else None
         settings, served = ContinuousBatchingConfig(**batching), list[ServedModel]()

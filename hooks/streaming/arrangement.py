@@ -8,7 +8,7 @@ Note [Host copies of returned layers]
     layer is resident again (`make_resident`); the next time that it leaves it is copied anew.
 
 Note [Dropped layers]
-    A layer that another replica runs for this one is dropped. The governor counts no pages for it, so it is in no plan,
+    A layer that another replica runs for this one is dropped. The manager counts no pages for it, so it is in no plan,
     and only `restore` makes it resident again. In fact it streams, through one slot that all dropped layers share,
     behind those of the plan. While this process does not run it (hooks/forward/hook_base.py) it has no place in that
     slot's order and nothing is copied. If this process has to run it, having lost its partner, it streams as any layer:

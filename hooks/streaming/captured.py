@@ -1,7 +1,7 @@
 """The layers of one model that CUDA graphs have captured: the model's side of hooks/device/graphs.py.
 
 Note [Kept resident]
-    A layer that a graph has captured stays resident. The governor counts no pages for it that could stream, so it is in
+    A layer that a graph has captured stays resident. The manager counts no pages for it that could stream, so it is in
     no plan and not on the list of what may be taken. An entry of it on that list is withdrawn before anything is
     captured, and a plan that was made before is not arranged.
 """
@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator._native import Device, Group
 from ...allocator.errors import ManageError
 from ...allocator.interrupts import if_free
-from ...offload.governor.governor import Governor
-from ..device import governors, graphs
+from ...offload.manager.memory_manager import MemoryManager
+from ..device import graphs, managers
 from ..forward.hook_base import Hook
 from ..measure.pace import Pace
 from ..weights.model_parts import decoder_layers
@@ -37,13 +37,13 @@ class Captured:
         model: nn.Module,
         weights: Weights,
         pace: Pace,
-        governor: Governor,
+        manager: MemoryManager,
         arrangement: Arrangement,
         prepare: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
         """`prepare()` is called before a capture begins; `changed()`, under the lock, when the layers that may stream
-        have changed: it tells the governor, which withdraws what it has published of other layers."""
+        have changed: it tells the manager, which withdraws what it has published of other layers."""
         self.name = type(model).__name__
         self.followed = False
         self.lock = threading.RLock()  # held while layers come and go
@@ -51,7 +51,7 @@ class Captured:
         self._model = weakref.ref(model)
         self._weights = weights
         self._pace = pace
-        self._governor = governor
+        self._manager = manager
         self._arrangement = arrangement
         self._changed = changed
         self.thread = _Thread()
@@ -98,7 +98,7 @@ class Captured:
 
     def yield_pages(self) -> None:
         if self.device.page_request and not self._pace.capturing():
-            governors.yield_pages(self.device, self._governor)
+            managers.yield_pages(self.device, self._manager)
 
     def noticed(self, layer: int | None) -> None:
         """Records, if a capture runs, that it includes this layer; None: a module outside of layers. ManageError where

@@ -1,8 +1,8 @@
 """Which layers of one model are resident and which stream, from one iteration to the next: the model's side of what the
-governor decides (offload/governor/governor.py).
+manager decides (offload/manager/memory_manager.py).
 
 Note [Between iterations]
-    An outermost forward that holds the only lease of its model asks the governor what to stream, before it runs: then
+    An outermost forward that holds the only lease of its model asks the manager what to stream, before it runs: then
     no kernel of the model is about to be launched. Where another thread runs the model too, or a change cannot be made
     now, nothing changes and the next forward asks again.
 
@@ -23,14 +23,14 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...allocator.notices import warn
-from ...offload.governor.decision import StreamDecision
-from ...offload.governor.governor import Governor
-from ...offload.governor.kv_read_plan import Streamed
+from ...offload.manager.decision import StreamDecision
+from ...offload.manager.kv_read_plan import Streamed
+from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.coordinator import Refusal
 from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
-from ..device import governors, graphs
-from ..device.governors import Giver
+from ..device import graphs, managers
+from ..device.managers import Giver
 from ..device.references import label
 from ..forward.hook_base import local_layers_of
 from ..forward.lease import Turns
@@ -45,7 +45,7 @@ from .streamed import Streaming
 
 
 class ModelResidency:
-    """The residency of one model's layers, decided by `governor` (`client.ModelClient`), from `follow` to `close`."""
+    """The residency of one model's layers, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ModelResidency:
         weights: Weights,
         turns: Turns,
         pace: Pace,
-        governor: Governor,
+        manager: MemoryManager,
         options: ManageOptions,
     ) -> None:
         self.name = label(model)
@@ -64,7 +64,7 @@ class ModelResidency:
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
-        self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
+        self.timings = Timings(lambda: manager.link.bandwidth, manager.tuning.weights)
         self.streaming = Streaming(
             weights.ring,
             turns,
@@ -72,20 +72,20 @@ class ModelResidency:
             weights.on_host,
             lambda layer: self.captured.noticed(layer),
             pace.capturing,
-            governor.tuning.waiting,
-            governors.composed_with(weights.device).interpreter,
+            manager.tuning.waiting,
+            managers.composed_with(weights.device).interpreter,
             local_layers_of(model),
-            governor.waits,
+            manager.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
         self.captured = Captured(
-            model, weights, pace, governor, self.arrangement, self._prepare_capture, self._replanned
+            model, weights, pace, manager, self.arrangement, self._prepare_capture, self._replanned
         )
         self._weights = weights
         self._pace = pace
-        self._governor = governor
+        self._manager = manager
         self._turns = turns
-        self._tuning = governor.tuning.weights
+        self._tuning = manager.tuning.weights
         self._arranged: StreamDecision | None = None  # the decision that is in force; any change makes a new one
         self._patience = 0
         # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
@@ -94,7 +94,7 @@ class ModelResidency:
         self._unmeasured = 0  # iterations to which the link matters while it is not measured
         self._governed = self._was_governed = False
 
-    # What the governor asks
+    # What the manager asks
 
     @property
     def plan(self) -> Plan:
@@ -146,15 +146,15 @@ class ModelResidency:
             return
         for measured in self._pace.drain():
             if self.timings.note(measured) and self._governed:
-                self._governor.changed(self)
+                self._manager.changed(self)
         if self._governed and point is not None:
-            decision = self._governor.before(self, point)
+            decision = self._manager.before(self, point)
             if decision is not self._arranged:
                 self._arrange(decision)
         if (
             self._governed
-            and (self.arrangement.plan.streamed or self._governor.pages.scarce)
-            and self._governor.link.bandwidth is None
+            and (self.arrangement.plan.streamed or self._manager.pages.scarce)
+            and self._manager.link.bandwidth is None
         ):
             self._measure_link()
         self._pace.begin(point)
@@ -164,15 +164,15 @@ class ModelResidency:
         wait for its end. Does nothing where the link cannot be measured, or the interval is fixed."""
         if others != self.others_wait:
             self.others_wait = others
-            self._governor.changed(self)
+            self._manager.changed(self)
         asked = _strictest(self.options.tpot_slo, tpot), _strictest(self.options.ttft_slo, ttft)
         if asked == (self.tpot_slo, self.ttft_slo) or not self._governed or self.options.interval != "auto":
             return
-        if self._governor.link.bandwidth is None:
+        if self._manager.link.bandwidth is None:
             self._measure_link()
-        if self._governor.link.bandwidth is not None:
+        if self._manager.link.bandwidth is not None:
             self.tpot_slo, self.ttft_slo = asked
-            self._governor.changed(self)
+            self._manager.changed(self)
 
     def after(self) -> None:
         """Notes the end of a forward."""
@@ -180,13 +180,13 @@ class ModelResidency:
         self.captured.thread.open = False
         self._pace.end()
         if self._governed:
-            self._governor.after(self)
+            self._manager.after(self)
 
     def start(self, measured: Callable[[], Record], always: bool = False) -> None:
-        """Lets the governor change the residency. `measured` returns the measured times of iterations; it is called if
+        """Lets the manager change the residency. `measured` returns the measured times of iterations; it is called if
         there is an SLO, or `always`. SLOError where the SLO cannot be kept; ManageError where times or the link cannot
         be measured, which without an SLO is a warning, as they are assumed then."""
-        governor, device = self._governor, self._weights.device
+        manager, device = self._manager, self._weights.device
         try:
             record = measured() if self.options.slo or always else None
         except ManageError as why:
@@ -196,17 +196,17 @@ class ModelResidency:
             warn(f"what {self.name} can give while it is idle is assumed: {why}")
         if record is not None:
             self.timings.record = record
-            governor.link.bandwidth = record.bandwidth
-        elif governor.link.bandwidth is None and self.plan.streamed:
-            governors.measure_link(device, governor)
+            manager.link.bandwidth = record.bandwidth
+        elif manager.link.bandwidth is None and self.plan.streamed:
+            managers.measure_link(device, manager)
             device.trim()  # the memory of the measurement
         if self.options.slo:
             pages = device.snapshot()["pages"]
             others = sum(pages.values()) - pages["free"] - self.plan.device_pages
-            refusal = governor.admit(self, device.budget // device.page_size - others)
+            refusal = manager.admit(self, device.budget // device.page_size - others)
             if refusal is not None:
                 raise _refused(refusal, device, others)
-        governor.add(self)
+        manager.add(self)
         self._governed = True
 
     def change(self, act: Callable[[], None]) -> None:
@@ -220,7 +220,7 @@ class ModelResidency:
     def changing(self) -> Iterator[Arrangement]:
         """Yields the arrangement, to be changed while no forward runs or begins; no other thread takes or arranges a
         layer meanwhile."""
-        governed = self._governor.changing(self) if self._governed else nullcontext()
+        governed = self._manager.changing(self) if self._governed else nullcontext()
         with self.captured.lock, self.streaming.revealing, governed:
             yield self.arrangement
 
@@ -234,7 +234,7 @@ class ModelResidency:
             self.name,
             self.plan,
             weights.device.page_size,
-            bandwidth=self._governor.link.bandwidth,
+            bandwidth=self._manager.link.bandwidth,
             resident={phase: self.timings.typical(timing.point) for phase, timing in last.items() if timing.point},
             last=last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
@@ -243,26 +243,26 @@ class ModelResidency:
             host_bytes=weights.backings.host_pages * weights.device.page_size,
             kept=tuple(sorted(self.arrangement.in_graphs)),
             kv=self.caches(),
-            lending=self._governor.repayment.lending_of(self),
+            lending=self._manager.repayment.lending_of(self),
             why=why,
         )
 
     def caches(self) -> tuple[Streamed, ...]:
         """How each KV cache of the model reads its pages that are on the host."""
-        return tuple(cache.streamed for _, cache in self._governor.caches_of(self))
+        return tuple(cache.streamed for _, cache in self._manager.caches_of(self))
 
     def stop(self, *, collected: bool = False) -> None:
-        """Stops changes by the governor; layers that stream go on streaming. `collected`: called by a finalizer."""
+        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer."""
         self._was_governed, self._governed = self._governed, False
         if collected:
-            self._governor.collected(self)
+            self._manager.collected(self)
         else:
-            self._governor.remove(self)
+            self._manager.remove(self)
 
     def resume(self) -> None:
-        """Undoes `stop`: the governor changes the residency again, if it did before."""
+        """Undoes `stop`: the manager changes the residency again, if it did before."""
         if self._was_governed and not self._governed:
-            self._governor.add(self)
+            self._manager.add(self)
             self._governed = True
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class ModelResidency:
                 with self.captured.lock:
                     if decision.plan != plan:
                         self._change(decision.plan)
-                    if ready := self.arrangement.returned(self._governor.pages.scarce):
+                    if ready := self.arrangement.returned(self._manager.pages.scarce):
                         self._make_resident(ready)
             except WeightsFileChanged:
                 raise
@@ -304,10 +304,10 @@ class ModelResidency:
                 self._make_resident(back)
 
     def _measure_link(self) -> None:
-        """Measures the link, now and then until it succeeds; see governors.py, Note [The link of a model that runs]."""
+        """Measures the link, now and then until it succeeds; see managers.py, Note [The link of a model that runs]."""
         self._unmeasured += 1
         if self._unmeasured % self._tuning.again == 1:
-            governors.measure_link(self._weights.device, self._governor, leave=self._governor.pages.mark)
+            managers.measure_link(self._weights.device, self._manager, leave=self._manager.pages.mark)
 
     def _change(self, plan: Plan) -> None:
         if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
@@ -318,14 +318,14 @@ class ModelResidency:
         """Makes layers resident that have come back, and logs that."""
         with self.changing() as arrangement:
             arrangement.make_resident(
-                layers, lambda pages: self._governor.events.decided("host copies", "revert", pages, what=self.name)
+                layers, lambda pages: self._manager.events.decided("host copies", "restore", pages, what=self.name)
             )
 
     def _replanned(self) -> None:
         if self._governed:
-            with suppress(_Later), self._governor.changing(self):
+            with suppress(_Later), self._manager.changing(self):
                 raise _Later
-            self._governor.changed(self)
+            self._manager.changed(self)
 
 
 def _strictest(*slos: float | None) -> float | None:

@@ -45,10 +45,10 @@ from torch import nn
 from ...allocator._native import Range, Transfer
 from ...allocator.errors import ManageError, PoolExhausted
 from ...allocator.units import format_size
-from ...offload.governor.client import PageClient
-from ...offload.governor.governor import Governor
+from ...offload.manager.client import PageClient
+from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.plan import Fewest, Plan
-from ...offload.policy.reclaim_order import Rung
+from ...offload.policy.reclaim_order import Level
 from ...offload.residency.ring import StreamedLayer, bring_back, live
 from ..device.references import Interpreter
 from ..device.shared import reserve
@@ -83,19 +83,19 @@ class Sleep:
         model: nn.Module,
         weights: Weights,
         residency: ModelResidency,
-        governor: Governor,
+        manager: MemoryManager,
         caches: Callable[[], list[tuple[int, PageClient]]],
         interpreter: Interpreter,
         touched: Callable[[], object],
     ) -> None:
-        """`caches`: of its batches, with the numbers that the governor gave them. `touched` is called, once in a sleep,
+        """`caches`: of its batches, with the numbers that the manager gave them. `touched` is called, once in a sleep,
         where somebody may write to a weight: see Note [Has anybody looked?]."""
         self.level = 0
         self._name = type(model).__name__
         self._model = weakref.ref(model)
         self._weights = weights
         self._residency = residency
-        self._governor = governor
+        self._manager = manager
         self._batches = caches
         self._interpreter = interpreter
         self._plan = Plan(())  # of the time before
@@ -134,7 +134,7 @@ class Sleep:
                 arrangement.plainly(lambda: places.update(possible_places(model)))
             self.level, self._looked = level, False
             try:
-                self._governor.retreat(self._caches)
+                self._manager.retreat(self._caches)
                 residency.stop()
                 self._leave_layers(model, places)
                 self._leave_rest(model, places)
@@ -191,7 +191,7 @@ class Sleep:
 
     @property
     def _caches(self) -> list[tuple[int, PageClient]]:
-        return [*self._batches(), *self._governor.caches_of(self._residency)]
+        return [*self._batches(), *self._manager.caches_of(self._residency)]
 
     # -- falling asleep
 
@@ -283,7 +283,7 @@ class Sleep:
         needed = self._plan.device_pages + sum(left.pages for left in self._rest)
         reserve(device, lack := max(0, needed - device.available))
         if lack:
-            self._governor.ladder.make_room(lack, Rung.LAST_WEIGHTS)
+            self._manager.levels.make_room(lack, Level.LAST_WEIGHTS)
 
     def _arrange(self) -> None:
         """Has the layers stream that did before, or where there is less room as many as that demands."""
@@ -298,7 +298,7 @@ class Sleep:
         try:
             arrangement.arrange(plan)
         except PoolExhausted:
-            with suppress(PoolExhausted):  # the layers are read in place until the governor finds room
+            with suppress(PoolExhausted):  # the layers are read in place until the manager finds room
                 arrangement.leave(())
         residency.settling = True
 

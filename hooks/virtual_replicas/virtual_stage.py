@@ -143,7 +143,7 @@ class VirtualLayers:
         return tuple(sorted(self._machine.dropped))
 
     def begin(self, wanted: Callable[[int], object], on_progress: Callable[[], object]) -> None:
-        """Does nothing: no ladder lacks pages, and nothing is copied."""
+        """Does nothing: no reclaim order lacks pages, and nothing is copied."""
 
     def end(self) -> None:
         """Does nothing: who has dropped layers, and is alone, restores them."""
@@ -196,7 +196,7 @@ class VirtualLayers:
         self._machine.is_whole = True
 
     def release(self) -> None:
-        """Does nothing: no governor decides about layers."""
+        """Does nothing: no manager decides about layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from ...allocator._native import Lease
 from ...allocator.config import Config
 from ...allocator.errors import DriverError, InstallError
 from ..batching.pages import RESERVED, SectorPages
-from ..device import governors, shared
+from ..device import managers, shared
 
 
 class EngineCache:
@@ -55,7 +55,7 @@ class EngineCache:
         if self._started is not None and settings.control:
             install.listen()
         if share is not None:
-            shared.join(devices.holding(self._device), share, 0, 0, governors.composed_with().tuning.sharing)
+            shared.join(devices.holding(self._device), share, 0, 0, managers.composed_with().tuning.sharing)
         self._blocks = blocks
         self._nbytes = nbytes
         self._group = self._device.group()
@@ -136,7 +136,7 @@ class EngineCache:
     def _room(self) -> int:
         """Free pages, and those that other clients in this process would give."""
         client = self._pages.client
-        return self._device.available + client.governor.reclaim.offered(client.number).pages
+        return self._device.available + client.manager.reclaim.offered(client.number).pages
 
     def _clear(self, pieces: Iterable[int]) -> None:
         for piece in pieces:
@@ -170,7 +170,7 @@ class Reserving(TorchFunctionMode):
         if kind is None and not self._used:
             with suppress(Exception):
                 self._cache.shut()
-            raise InstallError("vLLM has made its KV cache in a way that the connector does not know: see seams.py")
+            raise InstallError("vLLM has made its KV cache in a way that the connector does not know: see patches.py")
 
 
 class Queue(Protocol):

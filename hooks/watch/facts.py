@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ...offload.governor.kv_read_plan import Streamed
-from ..batching import seams
+from ...offload.manager.kv_read_plan import Streamed
+from ..batching import patches
 from ..measure.report import interval_of
 from ..prefix.store import PrefixStore
 from ..streaming.model_residency import ModelResidency
@@ -23,7 +23,7 @@ def model_facts(
     their own), `interval`, `slots`, `why` (the reason of that decision); `pages`, `host_pages` of weights; `copied`:
     bytes of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
     `prefixes`; `latencies`: histograms in seconds; `steps_lost`: batches that found no memory."""
-    batched, last = seams.batched(model), dict(residency.timings.last)
+    batched, last = patches.batched(model), dict(residency.timings.last)
     histograms: dict[str, Any] = {
         phase: histogram.to_dict() for phase, histogram in residency.timings.histograms().items()
     }

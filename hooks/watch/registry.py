@@ -90,15 +90,15 @@ def _traffic(now: Look) -> Iterator[Metric]:
 
 
 def _decisions(now: Look) -> Iterator[Metric]:
-    labels = ["lever", "verb"]
+    labels = ["source", "verb"]
     count = CounterMetricFamily("ballonet_decisions", "Decisions about pages.", labels=labels)
     moved = CounterMetricFamily("ballonet_decision_bytes", "Memory that decisions moved.", labels=labels)
     took = CounterMetricFamily("ballonet_decision_seconds", "Time that decisions took.", labels=labels)
-    for lever, verbs in now["counts"].items():
+    for source, verbs in now["counts"].items():
         for verb, decided in verbs.items():
-            count.add_metric([lever, verb], decided["events"])
-            moved.add_metric([lever, verb], decided["pages"] * now["page_size"])
-            took.add_metric([lever, verb], decided["seconds"])
+            count.add_metric([source, verb], decided["events"])
+            moved.add_metric([source, verb], decided["pages"] * now["page_size"])
+            took.add_metric([source, verb], decided["seconds"])
     yield from (count, moved, took)
 
 

@@ -75,7 +75,7 @@ def decision(event: Mapping[str, Any], now: Look) -> tuple[str, str]:
     asked = f", for {event['by']}" if event["by"] else ""
     took = "" if event["measured"] is None else f", took {format_time(event['measured'])}"
     expected = "" if event["predicted"] is None else f", expected {format_time(event['predicted'])}"
-    return f"{age} ago", f"{event['lever']}, {event['verb']}: {what}{owner}{asked}{took}{expected}"
+    return f"{age} ago", f"{event['source']}, {event['verb']}: {what}{owner}{asked}{took}{expected}"
 
 
 def format_age(seconds: float) -> str:
@@ -95,10 +95,15 @@ def bar(part: float, columns: int) -> str:
 
 def _owners(now: Look) -> Iterator[Row]:
     page, budget = now["page_size"], now["budget"]
-    pages = {**now["pages"], "not made": max(0, budget // page - now["created"])}
-    for owner in ("weights", "kv", "activations", "retiring", "free", "not made"):
+    pages = {**now["pages"], "not_allocated": max(0, budget // page - now["created"])}
+    for owner in ("weights", "kv", "activations", "pending_free", "free", "not_allocated"):
         count = pages[owner]
-        yield Row(owner, f"{format_size(count * page)}, {count:,} pages", count * page / max(1, budget), owner)
+        yield Row(
+            owner.replace("_", " "),
+            f"{format_size(count * page)}, {count:,} pages",
+            count * page / max(1, budget),
+            owner,
+        )
     if (share := now.get("shared")) is not None:
         text = f"{format_size(share['part'])} of {format_size(share['total'])}, with other processes"
         yield Row("shared", text, share["part"] / max(1, share["total"]), "free")

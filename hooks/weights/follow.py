@@ -37,7 +37,7 @@ from torch.nn.modules import module as torch_module
 
 from ...allocator._native import Device
 from ...allocator.errors import BallonetError, ManageError
-from ...allocator.patches import Seam, Undo
+from ...allocator.patches import SharedPatch, Undo
 from ...offload.policy.plan import Fewest, Plan, Rule, Same
 from ...offload.policy.tuning import WeightPlans
 from ..device.streams import torch_device
@@ -261,7 +261,7 @@ def _listen() -> Iterator[Undo]:
     yield torch_module.register_module_buffer_registration_hook(_buffer_registered).remove
 
 
-_followers: Final = Seam[WeightsFollower](_listen)  # by id
+_followers: Final = SharedPatch[WeightsFollower](_listen)  # by id
 
 
 def _registered(module: nn.Module, *_: Any) -> None:

@@ -44,14 +44,14 @@ from ...allocator.interrupts import Guarded, guarded
 from ...allocator.units import format_size
 from ...offload.policy.layout import Block, Layout, place
 from ...offload.policy.plan import Plan, Rule
-from ...offload.policy.reclaim_order import Rung
+from ...offload.policy.reclaim_order import Level
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.residency.backing import Backing, FileBacking, FileBackings, FileLoader, Place
 from ...offload.residency.mover import Mover
 from ...offload.residency.ring import LayerPart, Ring, live
 from ...offload.residency.weights_file import FileSpan
-from ..device import governors, streams
-from ..device.governors import give_up
+from ..device import managers, streams
+from ..device.managers import give_up
 from ..device.shared import reserve
 from . import moving
 from .model_parts import TensorMember, TensorSpan, members, spans, text_config
@@ -122,9 +122,9 @@ def plan_under_budget(
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept for later prompts
         if (lack := missing(sum(pages))) > 0:
-            governors.of(device).ladder.make_room(lack, Rung.IDLE_KV)
+            managers.of(device).levels.make_room(lack, Level.IDLE_KV)
     if (lack := missing(rule.smallest(pages))) > 0:
-        governors.of(device).ladder.make_room(lack, Rung.LAST_WEIGHTS)
+        managers.of(device).levels.make_room(lack, Level.LAST_WEIGHTS)
     total, others = device.budget // page, max(0, _used(device) - sources)
     fixed = others + own
     plan = rule.choose(pages, total - fixed)

@@ -1,5 +1,5 @@
 """Models that lend each other KV pages: in which units, and how many (SwiftCache §3.4, §3.5), with the books of what
-each has reserved, lent and borrowed (`Lending`). governor/reclaim.py moves the pages. Pure.
+each has reserved, lent and borrowed (`Lending`). manager/reclaim.py moves the pages. Pure.
 
 Words
     worker    a model that lends; it comes first in what it needs for itself
@@ -207,7 +207,7 @@ class _Book:
 
 
 class Lending:
-    """The books of all models, by number. Not thread-safe: callers hold the governor's lock."""
+    """The books of all models, by number. Not thread-safe: callers hold the manager's lock."""
 
     def __init__(self, window: float, tuning: Loans = DEFAULT.loans) -> None:
         """`window`: seconds."""

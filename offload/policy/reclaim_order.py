@@ -1,9 +1,9 @@
-"""The ladder: what gives its device pages in which order, and what gets them back. Numbers in, an order out.
+"""The reclaim order: what gives its device pages in which order, and what gets them back. Numbers in, an order out.
 
-What is pulled first is what costs least per byte freed for as long as it lasts (`Rung`). The native core pulls: it goes
-down the list that was published (`listed`), in the middle of any operator. In front of that list, without entries, it
-does what costs nothing; behind it come waiting, pages of the host, and refusal. What needs somebody's consent
-(`DUPLICATES`) is not on the list: whoever passes that rung posts a wish.
+What is reclaimed first is what costs least per byte freed for as long as it lasts (`Level`). The native core reclaims:
+it goes down the list that was published (`listed`), in the middle of any operator. In front of that list, without
+entries, it does what costs nothing; behind it come waiting, pages of the host, and refusal. What needs somebody's
+consent (`DUPLICATES`) is not on the list: whoever passes that level posts a wish.
 
 Note [What it costs]
     A layer whose copy hides behind the iteration costs nothing in it; beyond that bytes over the link. A page of KV is
@@ -15,7 +15,7 @@ Note [Who gives layers]
     is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
     in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing). So the place
     of a layer depends on what was given before it. It is found by simulating it layer by layer (remap.py), and
-    layers keep that order among candidates of one rung and priority that cost the same.
+    layers keep that order among candidates of one level and priority that cost the same.
 
 Note [Floors]
     A model keeps `floor` device pages for its weights and its caches together. So each candidate is passed over that
@@ -37,13 +37,13 @@ from fractions import Fraction
 from typing import Final, Protocol
 
 
-class Rung(IntEnum):
+class Level(IntEnum):
     """The numbers order the published list (`LISTED`); those of docs/mechanisms.md. What costs nothing, 0 and 2, comes
     before that list; 7 is a request; 11 to 13 come after it."""
 
     TRIM = 0  # free blocks, cached ranges, reserves
     PREFIX = 1  # KV that is only kept in case that a prompt begins with it, and lies on the host as well
-    INFLATE = 2  # free pages of activations become KV, or the reverse
+    IDLE_ACTIVATIONS = 2  # free pages of activations become KV, or the reverse
     LEND = 3  # KV that nobody uses, of a model that has more than its own, while another one lacks that (lending.py)
     IDLE_WEIGHTS = 4
     IDLE_KV = 5
@@ -63,17 +63,22 @@ class Rung(IntEnum):
 
 
 LISTED: Final = (
-    Rung.PREFIX,
-    Rung.LEND,
-    Rung.IDLE_WEIGHTS,
-    Rung.IDLE_KV,
-    Rung.HIDDEN_WEIGHTS,
-    Rung.STALLING_WEIGHTS,
-    Rung.RUNNING_KV,
-    Rung.LAST_WEIGHTS,
+    Level.PREFIX,
+    Level.LEND,
+    Level.IDLE_WEIGHTS,
+    Level.IDLE_KV,
+    Level.HIDDEN_WEIGHTS,
+    Level.STALLING_WEIGHTS,
+    Level.RUNNING_KV,
+    Level.LAST_WEIGHTS,
 )
-OF_LAYERS: Final = (Rung.IDLE_WEIGHTS, Rung.HIDDEN_WEIGHTS, Rung.STALLING_WEIGHTS, Rung.LAST_WEIGHTS)  # not of pages
-BORROWED: Final = (Rung.PREFIX, Rung.IDLE_KV)  # what may lie in pages that are due to others, see lending.py
+OF_LAYERS: Final = (
+    Level.IDLE_WEIGHTS,
+    Level.HIDDEN_WEIGHTS,
+    Level.STALLING_WEIGHTS,
+    Level.LAST_WEIGHTS,
+)  # not of pages
+BORROWED: Final = (Level.PREFIX, Level.IDLE_KV)  # what may lie in pages that are due to others, see lending.py
 
 
 @dataclass(slots=True)
@@ -86,7 +91,7 @@ class Candidate:
     `divisible`: any number of its pages may be taken, and it may be made two candidates, the second with an index
     higher by this."""
 
-    rung: Rung
+    level: Level
     client: int
     index: int
     pages: int
@@ -106,9 +111,9 @@ class Candidate:
         )
 
     @property
-    def lever(self) -> str:
+    def source(self) -> str:
         """As events call it."""
-        return (Rung.LEND if self.borrowed else self.rung).label
+        return (Level.LEND if self.borrowed else self.level).label
 
 
 class GivingModel(Protocol):
@@ -134,12 +139,12 @@ def weights_order(model: GivingModel, given: Fraction) -> tuple[bool, int, Fract
 
 
 def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """In the order of taking. What a client offers of one rung stays in the order in which it offers it, and equals
+    """In the order of taking. What a client offers of one level stays in the order in which it offers it, and equals
     stay as they come; of candidates of one priority those that are borrowed come first."""
     return sorted(
         candidates,
         key=lambda candidate: (
-            candidate.rung,
+            candidate.level,
             candidate.priority,
             not candidate.borrowed,
             candidate.seconds,
@@ -154,12 +159,12 @@ def claimed(candidates: Iterable[Candidate], owed: Mapping[int, int]) -> list[Ca
     left, claims = dict(owed), []
     for candidate in ordered(candidates):
         due = left.get(candidate.owner, 0)
-        if candidate.rung in BORROWED and due > 0:
+        if candidate.level in BORROWED and due > 0:
             if candidate.divisible and due < candidate.pages:
                 candidate, rest = candidate.split(due)
                 claims.append(rest)
             left[candidate.owner] -= candidate.pages
-            candidate = replace(candidate, rung=min(candidate.rung, Rung.LEND), borrowed=True)
+            candidate = replace(candidate, level=min(candidate.level, Level.LEND), borrowed=True)
         claims.append(candidate)
     return ordered(claims)
 

@@ -39,7 +39,7 @@ from functools import lru_cache
 from itertools import accumulate, takewhile
 
 from .plan import Costs, Plan, fewest, smallest, spread
-from .reclaim_order import Candidate, Rung, weights_order
+from .reclaim_order import Candidate, Level, weights_order
 from .tuning import DEFAULT
 
 
@@ -182,7 +182,7 @@ def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
     return Remapping({name: plan, **others.plans}, others.freed - taken, others.short)
 
 
-def revert(model: Model, spare: int) -> Plan | None:
+def restore(model: Model, spare: int) -> Plan | None:
     """The plan with which a model's weights take back up to `spare` pages; None where none costs less time, or as much
     with fewer host pages."""
     costs, now = model.costs, model.plan
@@ -256,8 +256,8 @@ def listing(
     return within, _in_turns(givers)
 
 
-def by_rung(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> Iterator[tuple[Rung, Model, int]]:
-    """Iterates over what `listing` has, with the rung of the ladder that takes each layer."""
+def by_level(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> Iterator[tuple[Level, Model, int]]:
+    """Iterates over what `listing` has, with the level of the reclaim order that takes each layer."""
     known = {model.name: model for model in models}
     hidden = {name: givable(replace(model, base=0)) for name, model in known.items()}  # while the copies hide
     within, beyond = listing(known.values(), gone)
@@ -265,19 +265,19 @@ def by_rung(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> Ite
         model = known[name]
         hidden[name] -= model.plan.pages[layer]
         if not model.active:
-            yield Rung.IDLE_WEIGHTS, model, layer
+            yield Level.IDLE_WEIGHTS, model, layer
         else:
-            yield Rung.HIDDEN_WEIGHTS if hidden[name] >= 0 else Rung.STALLING_WEIGHTS, model, layer
+            yield Level.HIDDEN_WEIGHTS if hidden[name] >= 0 else Level.STALLING_WEIGHTS, model, layer
     for name, layer in beyond:
-        yield Rung.LAST_WEIGHTS, known[name], layer
+        yield Level.LAST_WEIGHTS, known[name], layer
 
 
-def of_layer(rung: Rung, model: Model, layer: int, number: int) -> Candidate:
+def of_layer(level: Level, model: Model, layer: int, number: int) -> Candidate:
     """Returns a layer as a candidate. `number`: of the model. All have one recency: equals are in their order
     already."""
-    stalls = model.active and rung in (Rung.STALLING_WEIGHTS, Rung.LAST_WEIGHTS)
+    stalls = model.active and level in (Level.STALLING_WEIGHTS, Level.LAST_WEIGHTS)
     seconds = model.costs.page_seconds if stalls else 0.0
-    return Candidate(rung, number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=number)
+    return Candidate(level, number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=number)
 
 
 def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:

@@ -4,7 +4,7 @@ Note [Who gives]
     A part is a permission to have pages. A process that is short gets what is free, then what others have no use for:
     those with the lowest priority give first, of equals those with the most. If that is too little, what they use is
     shared: each keeps its floor, and where it has use for it half of an equal share; the rest goes to the highest
-    priority first, and evenly among equals. A process that has more than that gives the difference, by its own ladder.
+    priority first, and evenly among equals. A process that has more than that gives the difference, in its own order.
 
 Note [No ping-pong]
     What comes out depends on what each has use for and not on what it has, so once all have it nothing moves. A part

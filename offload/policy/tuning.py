@@ -1,6 +1,6 @@
 """Every number that decides something in offload/ and hooks/: its unit, why it is so, and where it was measured.
 
-Code that decides gets its part as an argument, from the governor of a device or `manage()`. So a test gives other
+Code that decides gets its part as an argument, from the manager of a device or `manage()`. So a test gives other
 values to what it builds and patches nothing. Not here: what a format or the driver fixes (bytes of a digest, a page of
 the kernel), and what a user chooses (allocator/config.py); the allocator's own are in allocator/defaults.py.
 
@@ -16,7 +16,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """When free pages are short, ample, or to spare (governor/device_view.py; remap.py, Note [Calm])."""
+    """When free pages are short, ample, or to spare (manager/device_view.py; remap.py, Note [Calm])."""
 
     # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
     spare: int = 32
@@ -41,7 +41,7 @@ class FreePages:
 
 @dataclass(frozen=True, slots=True)
 class WriteBehind:
-    """How much KV is copied to the host ahead of need (governor/reclaim.py, Note [What is prepared])."""
+    """How much KV is copied to the host ahead of need (manager/reclaim.py, Note [What is prepared])."""
 
     # 1/8 of the budget is kept clean, so that a cache that grows by less takes pages and copies nothing. Chosen.
     clean: int = 8
@@ -63,7 +63,7 @@ class Loans:
 
 @dataclass(frozen=True, slots=True)
 class OtherTraffic:
-    """How others' use of the link is watched (governor/device_view.py)."""
+    """How others' use of the link is watched (manager/device_view.py)."""
 
     # Seconds between two looks; one takes 20 ms of a thread of its own. Chosen.
     period: float = 1.0
@@ -75,7 +75,7 @@ class OtherTraffic:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlans:
-    """Which layers stream and when that is looked at again (plan.py, governor/decision.py, hooks/streaming)."""
+    """Which layers stream and when that is looked at again (plan.py, manager/decision.py, hooks/streaming)."""
 
     # Numbers of slots that are tried: more than two are never faster (Oneiros §5.2).
     slots: tuple[int, ...] = (1, 2)
@@ -119,7 +119,7 @@ class WeightPlans:
 
 @dataclass(frozen=True, slots=True)
 class KVReads:
-    """How KV on the host is read: restored, through slots, or in place (kv_pages.py, governor/kv_read_plan.py)."""
+    """How KV on the host is read: restored, through slots, or in place (kv_pages.py, manager/kv_read_plan.py)."""
 
     # Bytes per second of the link where it was not measured (a cache with no managed model): that of PCIe 4 x16.
     # Assumed (docs/limits.md).
@@ -147,14 +147,14 @@ class KVReads:
 
 @dataclass(frozen=True, slots=True)
 class KVGrowth:
-    """Pages made ready for tokens to come (kv_pages.py, governor/kv_tier.py, hooks/kv)."""
+    """Pages made ready for tokens to come (kv_pages.py, manager/kv_tier.py, hooks/kv)."""
 
     # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1). The core has the same (tuning.h).
     ahead: int = 50_000_000
     # Layers of a prefill for which pages are made ready: the one that runs next, and one more while its copies go
     # (eLLM §4.3.2). Chosen.
     layers: int = 2
-    # 1/64 of the budget in new full pages of a prefill: then the governor is told at once, and makes a new list, which
+    # 1/64 of the budget in new full pages of a prefill: then the manager is told at once, and makes a new list, which
     # takes milliseconds (docs/mechanisms.md). Chosen.
     tell: int = 64
     # Tokens that addresses are reserved for where nothing says how long sequences get. Chosen: they cost next to
@@ -181,9 +181,9 @@ class ChaosMoves:
 
     # Attempts at each boundary of layers, for weights and for KV.
     moves: int = 2
-    # Boundaries for one at which a lever is pulled, on average.
+    # Boundaries for one at which a source is reclaimed, on average.
     seldom: int = 8
-    # Pages that a lever is asked for in a pull, at most.
+    # Pages that a source is asked for in a reclaim, at most.
     pages: int = 32
 
 
@@ -433,10 +433,10 @@ class Serving:
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
     # `most`: part of the host's memory that the buffer may have (eLLM's B_max; 0: no prompt's KV goes there).
-    # `inflation`: KV and activations exchange pages (eLLM §4.3), else what stock sets aside for activations stays
-    # theirs. Not to be changed but to see what either is worth: docs/measuring.md, bench_tenants.py.
+    # `activations_give`: KV and activations exchange pages (eLLM §4.3), else what stock sets aside for activations
+    # stays theirs. Not to be changed but to see what either is worth: docs/measuring.md, bench_tenants.py.
     most: float = 1.0
-    inflation: bool = True
+    activations_give: bool = True
     # What is measured of each of several models before it is served: batches and lengths up to these, for so many
     # seconds. Chosen: enough to know what hides behind its steps while it is idle.
     measured: tuple[int, int, float] = (4, 512, 10.0)
@@ -561,7 +561,7 @@ class Replicas:
     exchanging: float = 0.01
     # Microbatches that the error of predictions is the mean of: some seconds of a replica. Chosen.
     judged: int = 64
-    # Seconds for which pages that the ladder of a replica lacked count as waited for: ten looks at the load. Chosen.
+    # Seconds for which pages that the levels of a replica lacked count as waited for: ten looks at the load. Chosen.
     wished: float = 1.0
     # Seconds between two reports of what a replica has moved and computed, for /metrics. Chosen: below what scrapes it.
     counting: float = 1.0

@@ -246,7 +246,7 @@ class FileLoader:
 
 Spans = Sequence[tuple[int, int]]  # (first, count) of pieces
 
-NO_PAGE: Final = ("none", "retiring", "kept")
+NO_PAGE: Final = ("none", "pending_free", "kept")
 FAR: Final = ("host", "peer")
 
 

@@ -106,7 +106,7 @@ def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
     """(first, count) of the runs of pieces that still lead to a page, those that tensors lie on."""
     if opened.backed == opened.pieces:
         return [(first, count)]
-    pieces = groupby(range(first, first + count), lambda piece: opened.leads_to(piece) not in ("none", "retiring"))
+    pieces = groupby(range(first, first + count), lambda piece: opened.leads_to(piece) not in ("none", "pending_free"))
     runs = [list(run) for led, run in pieces if led]
     return [(run[0], len(run)) for run in runs]
 

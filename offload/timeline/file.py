@@ -23,12 +23,12 @@ from ...allocator.events import Counts, LoggedEvent
 from ...allocator.units import format_size, format_time
 from ..policy.tuning import DEFAULT, Timelines
 
-OWNERS = ("free", "weights", "activations", "kv", "retiring")
+OWNERS = ("free", "weights", "activations", "kv", "pending_free")
 COLOURS: Final = {  # of owners, from the bottom up where they are stacked
     "weights": "#3b6fb6",
     "kv": "#e08a2c",
     "activations": "#58a55c",
-    "retiring": "#b65a9a",
+    "pending_free": "#b65a9a",
     "free": "#d9d9d9",
 }
 
@@ -80,7 +80,7 @@ class SeriesRecording:
     rows: tuple[Row, ...]  # in order of time, the first at `start`
     levels: tuple[Level, ...]  # one per change, the first at `start`
     events: tuple[LoggedEvent, ...]  # in order of time
-    counts: Counts  # of all events, by lever and verb, also of those that were not kept
+    counts: Counts  # of all events, by source and verb, also of those that were not kept
     missing: int  # events that came and were not kept
     requests: tuple[RequestSeries, ...] = ()  # of generation loops, in the order in which they came
     missing_requests: int = 0  # those that came and were not kept
@@ -152,13 +152,13 @@ def thinned(rows: Sequence[R], limit: int) -> list[R]:
 def fewer(events: Sequence[LoggedEvent], limit: int) -> list[LoggedEvent]:
     """Returns no more than half of `limit` of the events, in their order; all where there are no more than `limit`.
 
-    Each lever and verb keeps as many, or all that it has; of those that are too many the ones with the most pages.
+    Each source and verb keeps as many, or all that it has; of those that are too many the ones with the most pages.
     """
     if len(events) <= limit:
         return list(events)
     groups: dict[tuple[str, str], list[int]] = {}
     for index, event in enumerate(events):
-        groups.setdefault((event.lever, event.verb), []).append(index)
+        groups.setdefault((event.source, event.verb), []).append(index)
     kept: list[int] = []
     room = limit // 2
     for left, group in zip(range(len(groups), 0, -1), sorted(groups.values(), key=len), strict=True):
@@ -169,7 +169,7 @@ def fewer(events: Sequence[LoggedEvent], limit: int) -> list[LoggedEvent]:
 
 
 PICTURES: Final = (".svg", ".png")
-_NAMES: Final = {"kv": "KV cache", "retiring": "retiring (waits for what still uses it)", "free": "free, kept"}
+_NAMES: Final = {"kv": "KV cache", "pending_free": "pending free (waits for what still uses it)", "free": "free, kept"}
 
 
 def check_picture(path: str | Path) -> None:
@@ -280,10 +280,10 @@ TraceEvent = dict[str, Any]
 def summary(recording: SeriesRecording) -> str:
     """Returns a sentence: when memory was short first, what lay on the host, what moving took, who found no page."""
     counts = recording.counts
-    taking = [event for event in recording.events if event.lever != "budget" and event.verb != "revert"]
-    spilled = sum(count.pages for verb, count in counts.get("spill", {}).items() if verb == "pull")
-    moving = sum(count.seconds for lever, verbs in counts.items() if lever != "budget" for count in verbs.values())
-    refused = sum(count.events for verb, count in counts.get("refuse", {}).items() if verb == "pull")
+    taking = [event for event in recording.events if event.source != "budget" and event.verb != "restore"]
+    spilled = sum(count.pages for verb, count in counts.get("spill", {}).items() if verb == "reclaim")
+    moving = sum(count.seconds for source, verbs in counts.items() if source != "budget" for count in verbs.values())
+    refused = sum(count.events for verb, count in counts.get("refuse", {}).items() if verb == "reclaim")
     parts = []
     if taking:
         parts.append(f"memory was short from {(taking[0].when - recording.start) / 1e9:.3g} s on")
@@ -379,7 +379,7 @@ def _counters(recording: SeriesRecording) -> Iterator[TraceEvent]:
     """Yields one sample for each change of a value."""
     page = recording.page_size
     series: dict[str, Sequence[tuple[int, int]]] = {
-        f"{owner}, bytes": [(row[0], row[column] * page) for row in recording.rows]
+        f"{owner.replace('_', ' ')}, bytes": [(row[0], row[column] * page) for row in recording.rows]
         for column, owner in enumerate(OWNERS, 1)
     }
     series["budget, bytes"] = [(when, budget) for when, budget, _ in recording.levels]
@@ -422,12 +422,12 @@ def _requests(recording: SeriesRecording) -> Iterator[TraceEvent]:
 def _decisions(recording: SeriesRecording) -> Iterator[TraceEvent]:
     """Yields what the log has of each decision. One that took time is a slice from when it was logged on."""
     for number, event in enumerate(recording.events):
-        name, args = f"{event.lever}: {event.verb}", event.to_dict()
+        name, args = f"{event.source}: {event.verb}", event.to_dict()
         if event.measured and isfinite(event.measured):
             end = event.when + round(event.measured * 1e9)
-            yield from _slice(recording, name, event.lever, f"decision {number}", event.when, end, args)
+            yield from _slice(recording, name, event.source, f"decision {number}", event.when, end, args)
         else:
-            instant = {"name": name, "cat": event.lever, "ph": "i", "s": "p", "tid": 0}
+            instant = {"name": name, "cat": event.source, "ph": "i", "s": "p", "tid": 0}
             yield {**instant, "ts": _micro(recording, event.when), "args": args}
 
 

@@ -160,7 +160,14 @@ class Recorder:
             self._cursor = self._log.since().cursor
             self._before = self._log.counts()
             pages = snapshot["pages"]
-            first = (self._start, pages["free"], pages["weights"], pages["activations"], pages["kv"], pages["retiring"])
+            first = (
+                self._start,
+                pages["free"],
+                pages["weights"],
+                pages["activations"],
+                pages["kv"],
+                pages["pending_free"],
+            )
             self.take([first], snapshot)
             recorders.all.append(self)
         self._thread = threading.Thread(target=self._run, name="ballonet-timeline", daemon=True)
@@ -242,7 +249,7 @@ class Recorder:
             self._levels.append((self._start, *level))
         elif self._levels[-1][1:] != level:
             _, budget, _ = self._levels[-1]
-            told = [event.when for event in heard.events if event.lever == "budget" and event.verb == "set"]
+            told = [event.when for event in heard.events if event.source == "budget" and event.verb == "set"]
             when = told[-1] if told and budget != level[0] else time.monotonic_ns()
             self._levels = thinned([*self._levels, (max(when, self._levels[-1][0]), *level)], most_rows)
         came = [*self._events, *heard.events]

@@ -64,7 +64,7 @@ def test_requests_come_to_call_the_driver_no_more(place: Place) -> None:
 
 
 @scene(only="cuda", spill=True, pages=64, host_pages=128)
-def test_a_capture_pulls_no_lever(place: Place) -> None:
+def test_a_capture_pulls_no_source(place: Place) -> None:
     """What does not fit while a graph is captured is refused, with everything where it was; afterwards it fits."""
     model = models.build("llama", hidden_size=256).to(place.kind)
     inputs = {name: tensor.to(place.kind) for name, tensor in models.prompts(2, 16).items()}

@@ -64,6 +64,6 @@ def test_capture_that_may_begin_ends_all_looks(place: Place) -> None:
         held.retire(0, 1)
         assert place.device.reap() == 0
         time.sleep(0.1)
-        assert held.leads_to(0) == "retiring"
+        assert held.leads_to(0) == "pending_free"
     place.device.reap(wait=True)
     assert held.leads_to(0) == "none"

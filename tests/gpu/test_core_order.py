@@ -330,7 +330,7 @@ def test_given_up_beside_moves(place: Place) -> None:
             time.sleep(step % 10 * 0.0003)
             held.retire(piece, 1)
             until(before + 2)  # what was being moved has been
-            assert held.leads_to(piece) in ("retiring", "none"), "a page that was given up is back"
+            assert held.leads_to(piece) in ("pending_free", "none"), "a page that was given up is back"
             held.map(piece, 1)
             lease = Lease()
             lease.enter(group)

@@ -41,7 +41,7 @@ def test_pages_change_beside_a_kernel(place: Place) -> None:
         moved.retire(1, 1)
         assert running(), "retiring waited for a kernel"
         if place.cuda and step:
-            assert place.pages("retiring") == 1, "a page left while a kernel that may use it was running"
+            assert place.pages("pending_free") == 1, "a page left while a kernel that may use it was running"
             assert place.device.reap() == 0
         moved.map(1, 1)  # takes back what was about to go, bytes and all
         assert running(), "taking a page back waited for a kernel"

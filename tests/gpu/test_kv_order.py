@@ -80,7 +80,7 @@ def keeps(place: Place, pages: Range) -> None:
     """Whoever looks, this thread or the one in the background."""
     for _ in range(20 if place.cuda else 0):
         place.device.reap()
-        assert pages.leads_to(0) == "retiring", "a page was given back while it was written"
+        assert pages.leads_to(0) == "pending_free", "a page was given back while it was written"
         time.sleep(0.01)
 
 

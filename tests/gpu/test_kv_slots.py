@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ballonet
 from ballonet.allocator import install
 from ballonet.hooks.kv import ranges as kv_range
-from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.manager import kv_read_plan
+from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.residency import kv_slots
 from ballonet.testing.movable import MovableKV
 
@@ -70,7 +70,7 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         patch.setattr(kv_range.KVRange, "append", appended)
         patch.setattr(kv_slots.KVSlots, "copies", copied)
         patch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-        patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what is restored does not depend on the time
+        patch.setattr(MemoryManager, "restorable_pages", lambda *_: 0)  # what is restored does not depend on the time
         with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
             actual = models.generate(model, mode, inputs, TOKENS, **more)
         said = differences(actual, expected)

@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
-from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.manager import kv_read_plan
+from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.policy.kv_pages import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
 from ballonet.testing.movable import MovableKV
@@ -114,7 +114,7 @@ def decided(choice: Choice = IN_SLOTS) -> Iterator[None]:
     """Nothing is restored by itself. `choice`: how what is away is read."""
     with (
         mock.patch.object(kv_read_plan, "choose", return_value=choice),
-        mock.patch.object(Governor, "restorable_pages", return_value=0),
+        mock.patch.object(MemoryManager, "restorable_pages", return_value=0),
     ):
         yield
 

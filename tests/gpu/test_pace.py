@@ -9,7 +9,7 @@ import torch
 
 from ballonet.hooks.device.streams import marks_of
 from ballonet.hooks.measure.pace import Pace
-from ballonet.offload.governor.activity import Activity, Progress
+from ballonet.offload.manager.activity import Activity, Progress
 from ballonet.offload.record import link
 from ballonet.offload.record.record import Point
 

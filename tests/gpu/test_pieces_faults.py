@@ -20,8 +20,8 @@ from torch.backends import cuda
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.device import governors
-from ballonet.hooks.pieces import attention, batch, calls, graph_pool, plans, program, recipe, recorder, runner, seams
+from ballonet.hooks.device import managers
+from ballonet.hooks.pieces import attention, batch, calls, graph_pool, patches, plans, program, recipe, recorder, runner
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .. import models
@@ -31,7 +31,7 @@ from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, ca
 from .scene import Place, scene
 from .stock import small_layers
 
-STEPS = attention, batch, calls, plans, program, recipe, recorder, seams, runner, seams, plans
+STEPS = attention, batch, calls, plans, program, recipe, recorder, patches, runner, patches, plans
 
 
 def is_whole(place: Place) -> None:
@@ -39,7 +39,7 @@ def is_whole(place: Place) -> None:
     assert not torch.cuda.is_current_stream_capturing()
     assert gc.isenabled()
     torch.cuda.synchronize()  # refused while this thread captures
-    assert not seams._recording.users, "functions of transformers are still replaced"
+    assert not patches._recording.users, "functions of transformers are still replaced"
     place.device.check()
 
 
@@ -237,7 +237,7 @@ def test_captures_on_a_square_wave_of_pressure_are_rarer_than_one_a_second(place
                     assert not apart(answer(model, given, **between(pass_time)), expected), f"wave {wave}"
                 if is_short:
                     assert managed._pages.scarce
-                    assert governors.give_up(place.device, 1) or wave
+                    assert managers.give_up(place.device, 1) or wave
                 filler.close()
         assert captures(managed) < clock.now
         assert captures(managed) == (waves if period > 2 * DEFAULT.pages.forget else 1)

@@ -18,8 +18,8 @@ import ballonet
 from ballonet import testing
 from ballonet.hooks.compat import cache_name
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.governor.decision import StreamDecision
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.manager.decision import StreamDecision
+from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.policy import plan
 from ballonet.testing import chaos_of
 from ballonet.testing.movable import MovableKV
@@ -127,7 +127,7 @@ def away_and_back(at: Scene) -> Iterator[Any]:
     streamed: list[int] = []
     moved = 0
 
-    def decided(governor: Any, client: Any, point: Any) -> StreamDecision:
+    def decided(manager: Any, client: Any, point: Any) -> StreamDecision:
         pages = client.plan.pages
         return StreamDecision(plan.streaming(pages, tuple(streamed), len(streamed)), "a test has decided")
 
@@ -143,8 +143,8 @@ def away_and_back(at: Scene) -> Iterator[Any]:
 
     with (
         small_layers(),
-        mock.patch.object(Governor, "before", decided),
-        mock.patch.object(Governor, "restorable_pages", return_value=0),
+        mock.patch.object(MemoryManager, "before", decided),
+        mock.patch.object(MemoryManager, "restorable_pages", return_value=0),
         ballonet.manage(at.model) as managed,
         seeing_caches(at.model, move),
         by_graphs(managed),

@@ -16,9 +16,9 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.reclaim import ReclaimList
+from ballonet.offload.manager.reclaim import ReclaimList
 from ballonet.offload.policy.lending import Lending
 
 from .. import models
@@ -113,7 +113,7 @@ class Pair:
     def __init__(self, place: Place) -> None:
         self._place = place
         self.speakers = [Speaker(place, name) for name in ("llama", "qwen2")]
-        governors.of(place.device)._known.lending = Lending(0.0)
+        managers.of(place.device)._known.lending = Lending(0.0)
         weights = budget = self._quiet()
         for speaker in self.speakers:
             place.device.reset_peaks()
@@ -139,7 +139,7 @@ class Pair:
         talks = []
         for _ in range(MOST):
             talks.append(borrower.begin())
-            unused = governors.of(self._place.device).pages.unused
+            unused = managers.of(self._place.device).pages.unused
             if unused < worker.pages:
                 lent = worker.managed.report().lending
                 assert lent.lent >= lent.unit > 1
@@ -159,10 +159,10 @@ class Pair:
             speaker.compare()
 
 
-def pulled() -> int:
+def reclaimed() -> int:
     """Pages that were taken back so far."""
     lent = ballonet.stats().events.get("lend", {})
-    return sum(lent[verb].pages for verb in ("pull", "yield") if verb in lent)
+    return sum(lent[verb].pages for verb in ("reclaim", "yield") if verb in lent)
 
 
 def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
@@ -195,13 +195,13 @@ def test_models_take_their_pages_back(place: Place) -> None:
             place.synchronize()
             place.sleep()
             shown = read(borrower, talks)
-        before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
+        before, here, evicted = reclaimed(), borrower.here, borrower.store.counts.evicted
         with lanes[0](), ExitStack() as stack:
             if forgotten:
                 stack.enter_context(mock.patch.object(ReclaimList, "candidates", return_value=[]))
             back = worker.begin()
         place.device.check()
-        assert pulled() > before
+        assert reclaimed() > before
         assert borrower.here < here
         assert borrower.store.counts.evicted > evicted or not forgotten
         assert worker.here > 0
@@ -220,7 +220,7 @@ def test_models_take_their_pages_back(place: Place) -> None:
             "all was computed again"
         )
     pair.fill(*pair.speakers)
-    before = pulled()
+    before = reclaimed()
 
     def converse(speaker: Speaker, lane: Lane) -> None:
         with lane():
@@ -231,5 +231,5 @@ def test_models_take_their_pages_back(place: Place) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(converse, pair.speakers, lanes))
-    assert pulled() > before
+    assert reclaimed() > before
     pair.finish()

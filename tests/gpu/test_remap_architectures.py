@@ -1,7 +1,7 @@
-"""Every kind of architecture gives stock's tokens on the device, whichever lever is pulled while it answers.
+"""Every kind of architecture gives stock's tokens on the device, whichever source is reclaimed while it answers.
 
 Some of the architectures of the CPU's proof (tests/test_generate_equivalence.py); several in a scene, each under one
-lever after the other, since a process of its own takes longer to start than a tiny model to answer.
+source after the other, since a process of its own takes longer to start than a tiny model to answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ONCE = 8  # architectures of a scene
 FEW = ("llama", "mixtral", "qwen3_next")  # on the stand-in, where others have the proof for all
 TOKENS = 8
 
-Lever = Callable[[Place, Any], contextlib.AbstractContextManager[Callable[[], bool]]]
+ReclaimSource = Callable[[Place, Any], contextlib.AbstractContextManager[Callable[[], bool]]]
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def prefix(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
         yield lambda: managed.prefixes is not None and managed.prefixes.counts.hits > 0
 
 
-LEVERS: dict[str, Lever] = {
+SOURCES: dict[str, ReclaimSource] = {
     "streaming": streaming,
     "streaming and chaos": streaming_and_chaos,
     "spill": spill,
@@ -91,8 +91,8 @@ LEVERS: dict[str, Lever] = {
 }
 
 
-def ways(name: str, lever: str) -> tuple[str, ...]:
-    if lever == "prefix":
+def ways(name: str, source: str) -> tuple[str, ...]:
+    if source == "prefix":
         return () if name in OTHERS else ("in turns",)
     return tuple(way for way in ("padded", "beam") if way not in ARCHITECTURES[name].refuses)
 
@@ -110,24 +110,24 @@ def answers(model: Any, name: str, way: str, place: Place) -> models.Output:
 
 def tokens_are_stocks(place: Place, names: tuple[str, ...]) -> None:
     wrong: list[str] = []
-    pulled: dict[str, list[bool]] = {lever: [] for lever in LEVERS}
+    reclaimed: dict[str, list[bool]] = {source: [] for source in SOURCES}
     for name in names:
         model = models.build(name).to(place.kind)
         expected = {
-            way: answers(model, name, way, place) for way in {way for lever in LEVERS for way in ways(name, lever)}
+            way: answers(model, name, way, place) for way in {way for source in SOURCES for way in ways(name, source)}
         }
-        for lever, pull in LEVERS.items():
-            if wanted := ways(name, lever):
-                with pull(place, model) as moved:
+        for source, reclaim in SOURCES.items():
+            if wanted := ways(name, source):
+                with reclaim(place, model) as moved:
                     for way in wanted:
                         if said := differences(answers(model, name, way, place), expected[way]):
-                            wrong.append(f"{name}, {way}, {lever}: {said}")
-                    pulled[lever].append(moved())
+                            wrong.append(f"{name}, {way}, {source}: {said}")
+                    reclaimed[source].append(moved())
         del model, expected
         gc.collect()
         place.synchronize()
     assert not wrong, "\n".join(wrong)
-    assert all(any(moved) for moved in pulled.values() if moved), f"a lever that moved nothing: {pulled}"
+    assert all(any(moved) for moved in reclaimed.values() if moved), f"a source that moved nothing: {reclaimed}"
 
 
 @everywhere

@@ -62,7 +62,7 @@ def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
             a_large_cache()
         stats = ballonet.stats()
         assert stats.copied.weights_h2d > 0
-        given_up = stats.events["host copies"]["revert"].pages if "host copies" in stats.events else 0
+        given_up = stats.events["host copies"]["restore"].pages if "host copies" in stats.events else 0
         made = stats.copied.weights_d2h // stats.page_size
         assert made <= stats.host_pages + given_up, "a twin was made twice"
         assert sum(stats.pages.values()) <= pages

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 import ballonet
 from ballonet import testing
-from ballonet.hooks.batching.seams import batched as batched_facts
+from ballonet.hooks.batching.patches import batched as batched_facts
 from ballonet.hooks.pieces.runner import PieceRunner
 
 from ..models import build

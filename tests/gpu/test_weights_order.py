@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 
 from .hold import meanwhile
 from .scene import Captured, Lane, Place, scene
@@ -48,14 +48,14 @@ def test_graphs_while_pages_run_out(place: Place) -> None:
     del stock
     gc.collect()
     with small_layers(), ballonet.manage(model) as managed:
-        governor = governors.of(place.device)
-        governor.pages.scarce = True
-        governor.link.bandwidth = governor.link.bandwidth or 1e12  # what is measured later is believed
+        manager = managers.of(place.device)
+        manager.pages.scarce = True
+        manager.link.bandwidth = manager.link.bandwidth or 1e12  # what is measured later is believed
 
         def prepare() -> None:
             """Layers that may be taken are offered."""
             work()
-            governor.reclaim.publish_now()
+            manager.reclaim.publish_now()
 
         prepare()
         assert place.device.published, "nothing may be taken, so that nothing is shown"

@@ -16,13 +16,13 @@ from ballonet.allocator import devices
 from ballonet.allocator._native import Device, Range
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.kv import pages as kv_pages
 from ballonet.hooks.kv import ranges as kv_range
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import KVRange
-from ballonet.offload.governor import kv_client, kv_tier
-from ballonet.offload.governor.kv_tier import KVTier
+from ballonet.offload.manager import kv_client, kv_tier
+from ballonet.offload.manager.kv_tier import KVTier
 from ballonet.offload.policy.kv_pages import Choice, Way
 from ballonet.offload.residency import kv_extent, mover
 from ballonet.testing.movable import MovableKV
@@ -55,7 +55,7 @@ def kv_ranges(layers: Iterable[Any]) -> list[KVRange]:
 
 
 def tiers(ranges: Iterable[KVRange]) -> list[KVTier]:
-    """What the governor knows of them."""
+    """What the manager knows of them."""
     by_id = {id(kv_range.pages._tier): kv_range.pages._tier for kv_range in ranges}
     return [tier for tier in by_id.values() if tier is not None]
 
@@ -70,7 +70,7 @@ def away(ranges: Iterable[KVRange]) -> int:
 def press(device: Device, pages: int) -> int:
     """Takes so many pages from whoever offers them, if there are as many; fills them, and gives them back. How many
     were taken."""
-    governors.of(device).reclaim.publish_now()
+    managers.of(device).reclaim.publish_now()
     before: int = device.snapshot()["reclaimed"]
     poison(device, pages)
     after: int = device.snapshot()["reclaimed"]

@@ -10,8 +10,8 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices, install
-from ballonet.hooks.device import governors
-from ballonet.offload.governor import kv_read_plan
+from ballonet.hooks.device import managers
+from ballonet.offload.manager import kv_read_plan
 from ballonet.offload.policy.kv_pages import Way
 
 from .. import models
@@ -70,7 +70,7 @@ class Calls:
     def _forward(self, model: Any, args: Any, kwargs: Any) -> None:
         snapshot = devices.require().snapshot()
         calls, pages = snapshot["driver_calls"], snapshot["pages"]
-        caches = [cache for _, cache in governors.of(devices.require())._known.clients.paged]
+        caches = [cache for _, cache in managers.of(devices.require())._known.clients.paged]
         held = sum(cache.pages for cache in caches)
         host = snapshot["host_pages"] - snapshot["host_free"]
         now = Step(calls["cuMemMap"], calls["cuMemUnmap"], held, pages["activations"], host)
@@ -83,7 +83,7 @@ class Calls:
 @pytest.mark.parametrize(("budget", "layers"), [(900, 4), (1100, 7)], indirect=["budget"])
 def test_a_token_maps_nothing_while_kv_goes_through_slots(budget: None, layers: int) -> None:
     """But the page that it lies on, the one that this is copied to on the host, and what attention needs more of. Pages
-    are short, and the governor is asked before each forward."""
+    are short, and the manager is asked before each forward."""
     with install.stock():
         model = models.build("llama", num_hidden_layers=layers, **SHAPE)
         inputs = prompt(800)
@@ -91,7 +91,7 @@ def test_a_token_maps_nothing_while_kv_goes_through_slots(budget: None, layers: 
     with ballonet.manage(model):
         calls = Calls(model)
         output = models.generate(model, "greedy", inputs, TOKENS, prefill_chunk_size=64)
-        assert governors.of(devices.require()).pages.short, "else nobody would look for pages"
+        assert managers.of(devices.require()).pages.short, "else nobody would look for pages"
         settled = calls.steps[-20:]
         assert {*calls.ways[-20:]} == {Way.STREAMED}
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + layers  # mapped ahead

@@ -21,7 +21,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.kv import layer as kv_layer
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
-from ballonet.offload.governor import kv_read_plan
+from ballonet.offload.manager import kv_read_plan
 from ballonet.offload.residency import kv_slots
 from ballonet.offload.residency.pieces import PieceState
 from ballonet.testing.movable import MovableKV

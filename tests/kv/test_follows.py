@@ -12,7 +12,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges, KVRange
-from ballonet.offload.governor.kv_tier import KVTier
+from ballonet.offload.manager.kv_tier import KVTier
 
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from .pressure import hog, press, started

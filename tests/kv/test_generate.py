@@ -13,7 +13,7 @@ import torch
 from ballonet import testing
 from ballonet.allocator import devices, install
 from ballonet.hooks.kv.ranges import KVRange
-from ballonet.offload.governor import kv_read_plan
+from ballonet.offload.manager import kv_read_plan
 from ballonet.offload.residency import kv_slots
 
 from .. import models

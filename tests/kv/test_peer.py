@@ -16,7 +16,7 @@ import ballonet
 from ballonet.allocator import device_choice, devices, install
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.offload.policy.kv_pages import Near, lacking, leaving, mean_seconds
 from ballonet.offload.policy.tuning import PeerPages
@@ -166,8 +166,8 @@ def test_a_full_host_keeps_it_on_the_peer(device: Device) -> None:
     pair.check()
 
 
-def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(device: Device) -> None:
-    governor = governors.of(device)
+def test_the_manager_makes_room_on_the_peer_with_what_was_used_longest_ago(device: Device) -> None:
+    manager = managers.of(device)
     pairs = [Pair(60), Pair(60)]
     assert press(device, 4) == 4
     assert device.snapshot()["peer_free"] == 0
@@ -175,7 +175,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     for pair in pairs:
         pair.tier.client.used = time.monotonic() - 100 * (2 - pairs.index(pair))
     before = [where(pair).count("p") for pair in pairs]
-    governor.client_changed(pairs[0].tier.number)
+    manager.client_changed(pairs[0].tier.number)
     for pair in pairs:
         settled(pair)
     device.reap(wait=True)
@@ -184,7 +184,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     assert kv_copied(device, "p2h") == 1
     coldest = next(n for n, count in enumerate(before) if count)
     assert before[coldest] - after[coldest] == 1
-    demotions = [event for event in devices.of().events.since().events if event.lever == "demotion"]
+    demotions = [event for event in devices.of().events.since().events if event.source == "demotion"]
     assert [demotion.what for demotion in demotions] == [pairs[coldest].tier.client.name]
     for pair in pairs:
         pair.check()
@@ -192,21 +192,21 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
 
 
 def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device) -> None:
-    governor = governors.of(device)
-    governors.measure_link(device, governor)
-    assert governor.link.peer_bandwidth is not None
-    assert governor.link.peer_page_seconds == PAGE / governor.link.peer_bandwidth
+    manager = managers.of(device)
+    managers.measure_link(device, manager)
+    assert manager.link.peer_bandwidth is not None
+    assert manager.link.peer_page_seconds == PAGE / manager.link.peer_bandwidth
     assert link.measure(device, place="peer") is not None
     assert device.snapshot()["peer_free"] == device.snapshot()["peer_pages"]
-    governor.link.bandwidth, governor.link.peer_bandwidth = 2.0**20, 2.0**22
+    manager.link.bandwidth, manager.link.peer_bandwidth = 2.0**20, 2.0**22
     pair = Pair(100)
     assert press(device, 6) == 6
     pair.tier.extents.look()
     assert pair.tier._reading(6) == (4 / 1024 + 2 / 256) / 6
     assert pair.tier.restore(9, 0) == 6
     devices.of().events.hear()
-    back = [event for event in devices.of().events.since().events if event.verb == "revert"][-1]
-    assert (back.lever, back.verb, back.predicted) == ("running KV", "revert", pytest.approx(4 / 1024 + 2 / 256))
+    back = [event for event in devices.of().events.since().events if event.verb == "restore"][-1]
+    assert (back.source, back.verb, back.predicted) == ("running KV", "restore", pytest.approx(4 / 1024 + 2 / 256))
 
 
 def test_how_much_leaves_and_whose() -> None:
@@ -291,7 +291,7 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
         both = [models.build("llama"), models.build("qwen2")]
         expected = [models.generate(model, "greedy", ids, 30) for model in both]
     outputs_of: dict[int, list[models.Output]] = {0: [], 1: []}
-    governor, drawn = governors.of(crowded), random.Random(1)
+    manager, drawn = managers.of(crowded), random.Random(1)
     end = time.monotonic() + 600
 
     def enough() -> bool:
@@ -307,9 +307,9 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            governor.reclaim.publish_now()
+            manager.reclaim.publish_now()
             crowded.take(crowded.published[:3])
-            for _, cache in governor._known.clients.paged:
+            for _, cache in manager._known.clients.paged:
                 cache.demote(drawn.randint(1, 4))
                 cache.write_behind(drawn.randint(0, 2))
         for thread in threads:

@@ -14,7 +14,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
-from ballonet.offload.governor import kv_read_plan
+from ballonet.offload.manager import kv_read_plan
 from ballonet.offload.policy.kv_pages import Way
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -122,10 +122,10 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     tier.prefilling(8)  # an eighth of all pages begins to be copied behind, which is once
     counts = []
     for _ in range(6):  # what comes of those copies is found in one or the other
-        before = tier.governor._known.list.published
+        before = tier.manager._known.list.published
         with counted() as calls:
             tier.prefilling(8)
-        counts.append((calls["calls"], tier.governor._known.list.published - before))
+        counts.append((calls["calls"], tier.manager._known.list.published - before))
     other.close()
     return min(counts)
 

@@ -13,14 +13,14 @@ from transformers.cache_utils import DynamicLayer
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.prefix.sequence import CachedSequence, Gone
-from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.governor.client import KEYS_PER_CLIENT as KEYS
+from ballonet.offload.manager import kv_read_plan
+from ballonet.offload.manager.client import KEYS_PER_CLIENT as KEYS
 from ballonet.offload.policy.kv_pages import Way
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
@@ -372,7 +372,7 @@ def test_any_sequence_of_calls_equals_stock(device: Device, room: Any, tuned: Tu
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, room: Any, chunks: int) -> None:
     """eLLM §4.3.2: of the layers that have run, the pages of a long prompt go to the host, once each."""
-    governors.of(device).link.bandwidth = 2.0**20  # so that an event says whether anything was copied for it
+    managers.of(device).link.bandwidth = 2.0**20  # so that an event says whether anything was copied for it
     layers = Layers(layers=8)
     left = []
     append = layers.append
@@ -391,7 +391,7 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, room: An
     assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
     devices.of().events.hear()
     given = [
-        event for event in devices.of().events.since().events if (event.lever, event.verb) == ("running KV", "pull")
+        event for event in devices.of().events.since().events if (event.source, event.verb) == ("running KV", "reclaim")
     ]
     assert given
     assert not any(event.predicted for event in given), "it was not there yet when the page was needed"
@@ -418,14 +418,14 @@ def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
 def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -> None:
     assert streamed.way().slots == 2
     tier = streamed.tier
-    tier.governor.remove_client(tier.number)  # so that nothing of it is taken
+    tier.manager.remove_client(tier.number)  # so that nothing of it is taken
     streamed.update(40)
     assert streamed.way().slots == 2
     assert "host" in {
         kv_range.range.leads_to(piece) for kv_range in streamed.kv_ranges for piece in range(kv_range._most)
     }
     streamed.both(lambda layer: layer.crop(-40))
-    tier.number = tier.governor.add_client(tier.client)
+    tier.number = tier.manager.add_client(tier.client)
     streamed.update(40)
     assert tier._device.snapshot()["reclaimed"]
     streamed.check()
@@ -439,8 +439,8 @@ def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device, room:
     def opened(stream: kv_slots.KVSlots, count: int, pages: int) -> int:
         nonlocal taken
         made = open_slots(stream, count, pages)
-        layers.tier.governor.reclaim.publish_now()
-        candidates, slots = layers.tier.governor.reclaim.candidates(), layers.tier.client.takable._slices
+        layers.tier.manager.reclaim.publish_now()
+        candidates, slots = layers.tier.manager.reclaim.candidates(), layers.tier.client.takable._slices
         mine = [
             candidate.index
             for candidate in candidates
@@ -482,7 +482,7 @@ def test_all_of_it_is_restored_when_there_is_room(
     assert streamed.way().way is Way.STREAMED, "it flies until pages have been free for long enough"
     assert streamed.flying == LAYERS
     monkeypatch.setattr(
-        type(streamed.tier.governor), "restorable_pages", lambda self, number: streamed.tier.client.displaced
+        type(streamed.tier.manager), "restorable_pages", lambda self, number: streamed.tier.client.displaced
     )
     streamed.update()
     assert streamed.way() == replace(streamed.way(), way=Way.RESIDENT, away=0, slots=0, slot_pages=0)

@@ -12,7 +12,7 @@ import torch
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.offload.governor import kv_read_plan
+from ballonet.offload.manager import kv_read_plan
 
 from ..threads import elsewhere
 from ..tuned import Tuned

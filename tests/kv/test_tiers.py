@@ -16,12 +16,12 @@ from transformers.cache_utils import DynamicLayer
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as find_pages
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
-from ballonet.offload.governor import kv_client
+from ballonet.offload.manager import kv_client
 from ballonet.offload.policy.kv_pages import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing.movable import MovableKV
@@ -228,7 +228,7 @@ def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatc
     monkeypatch.setattr(kv_client.KVClient, "write_behind", copy)
     other = hog(device, device.available - 2)  # few are free
     for pair in pairs:
-        pair.tier.governor.client_changed(pair.tier.number)
+        pair.tier.manager.client_changed(pair.tier.number)
     assert kv_copied(device) > 0
     assert {*most} == {1}
     other.close()
@@ -286,7 +286,7 @@ def test_a_page_that_chaos_moves_counts_where_it_is(device: Device, monkeypatch:
 def test_each_move_of_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find_pages, "spilled", lambda: None)
     pair = Pair(60)
-    pair.tier.governor.link.bandwidth = 2.0**20  # a page takes 1/256 s
+    pair.tier.manager.link.bandwidth = 2.0**20  # a page takes 1/256 s
     pair.tier.client.write_behind(3)
     device.synchronize()
     pair.tier.client.write_behind(0)
@@ -294,23 +294,23 @@ def test_each_move_of_pages_is_an_event(device: Device, monkeypatch: pytest.Monk
     devices.of().events.hear()
     assert pair.tier.restore(2, 0) == 2
     other = hog(device, device.available)
-    pair.tier.governor.remove_client(pair.tier.number)  # so that it has nothing to give
+    pair.tier.manager.remove_client(pair.tier.number)  # so that it has nothing to give
     pair.update(30)
     other.close()
     me = threading.current_thread().name
     events = [
-        (event.lever, event.verb, event.pages, event.predicted, event.measured is not None)
+        (event.source, event.verb, event.pages, event.predicted, event.measured is not None)
         for event in devices.of().events.since().events
         if event.what == pair.tier.client.name and event.by == me
     ]
-    assert events[0] == ("write-behind", "pull", 3, 3 / 256, False)
-    assert events[1][:4] == ("running KV", "pull", 3, 0.0), "they were clean"
-    assert events[2] == ("running KV", "revert", 2, 2 / 256, True)
-    assert [event[:2] for event in events[3:]] == [("spill", "pull")]
+    assert events[0] == ("write-behind", "reclaim", 3, 3 / 256, False)
+    assert events[1][:4] == ("running KV", "reclaim", 3, 0.0), "they were clean"
+    assert events[2] == ("running KV", "restore", 2, 2 / 256, True)
+    assert [event[:2] for event in events[3:]] == [("spill", "reclaim")]
 
 
 def test_refused_append_names_the_budget_that_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(governors.of(device), "spill", False)
+    monkeypatch.setattr(managers.of(device), "spill", False)
     other = hog(device, BUDGET - 3)
     with pytest.raises(torch.OutOfMemoryError, match=rf"set_budget\({(BUDGET + 2) * PAGE}\)"):
         ElasticLayer().update(*tokens(60))
@@ -323,9 +323,9 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     tuned(waiting={"room": 60})
     pairs: list[Pair] = []
     go, asked, done = threading.Event(), threading.Event(), threading.Event()
-    governor = governors.of(device)
-    wait = governor.pages.wait
-    monkeypatch.setattr(governor.pages, "wait", lambda timeout: asked.set() or wait(timeout))
+    manager = managers.of(device)
+    wait = manager.pages.wait
+    monkeypatch.setattr(manager.pages, "wait", lambda timeout: asked.set() or wait(timeout))
 
     def other() -> None:
         lease = ForwardLease().open()
@@ -345,7 +345,7 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     assert "h" not in mine.places()  # they were given
     assert pairs[0].places().count("a") >= 24
     (waited,) = (
-        event for event in devices.of().events.since().events if (event.lever, event.verb) == ("wait", "revert")
+        event for event in devices.of().events.since().events if (event.source, event.verb) == ("wait", "restore")
     )
     assert waited.pages > 0
     assert waited.measured is not None

@@ -19,9 +19,9 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.kv import tensors
-from ballonet.offload.policy.reclaim_order import LISTED, Rung
+from ballonet.offload.policy.reclaim_order import LISTED, Level
 
 from ..kv.pressure import around_appends, poison, press
 from ..models import VOCABULARY
@@ -265,11 +265,13 @@ class Life:
                 self._asking = True
 
     def _pull(self, _: Talker) -> None:
-        rung = self.draw.choice(LISTED)
-        self.done[f"pulled {rung.label}"] += governors.of(self.device).ladder.pull(rung, self.draw.randint(1, 12))
+        level = self.draw.choice(LISTED)
+        self.done[f"pulled {level.label}"] += managers.of(self.device).levels.reclaim(level, self.draw.randint(1, 12))
 
     def _restore(self, _: Talker) -> None:
-        governors.of(self.device).ladder.revert(self.draw.choice((Rung.PREFIX, Rung.IDLE_KV)), self.draw.randint(1, 12))
+        managers.of(self.device).levels.restore(
+            self.draw.choice((Level.PREFIX, Level.IDLE_KV)), self.draw.randint(1, 12)
+        )
 
     def _press(self, _: Talker) -> None:
         self.done["pressed"] += press(self.device, self.draw.randint(1, 9))

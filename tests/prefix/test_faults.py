@@ -19,10 +19,10 @@ import torch
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.kv.ranges import KVRange
-from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.policy.reclaim_order import Rung
+from ballonet.offload.manager import kv_read_plan
+from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.residency.kv_slots import KVSlots
 
 from .. import programs
@@ -99,8 +99,8 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
         for sequence in both.store.contents.index.idle:
             for tier in sequence._tiers():
                 tier.client.write_behind(9)
-        for rung in (Rung.PREFIX, Rung.IDLE_KV):
-            governors.of(device).ladder.pull(rung, 999)
+        for level in (Level.PREFIX, Level.IDLE_KV):
+            managers.of(device).levels.reclaim(level, 999)
 
     def forgotten() -> None:
         begun()
@@ -125,7 +125,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
     def appended(kv_range: Any, *args: Any) -> Any:
         loads["appended"] += 1
         if loads["appended"] % 7 == 0:
-            governors.of(device).ladder.pull(Rung.RUNNING_KV, 6)
+            managers.of(device).levels.reclaim(Level.RUNNING_KV, 6)
         return append(kv_range, *args)
 
     def streams() -> None:

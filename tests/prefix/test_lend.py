@@ -20,11 +20,11 @@ from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.reclaim import Repayment
+from ballonet.offload.manager.reclaim import Repayment
 from ballonet.offload.policy.lending import Lent, unit_within
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -119,10 +119,10 @@ def models(
         del ones
 
 
-def pulled() -> int:
+def reclaimed() -> int:
     """Pages that were taken back so far."""
     lent = ballonet.stats().events.get("lend", {})
-    return lent["pull"].pages if "pull" in lent else 0
+    return lent["reclaim"].pages if "reclaim" in lent else 0
 
 
 def copied() -> int:
@@ -131,7 +131,7 @@ def copied() -> int:
 
 
 class Counted:
-    """The device as the governor has it, and how often it was told to take something."""
+    """The device as the manager has it, and how often it was told to take something."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -153,13 +153,13 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
     take_back = Repayment._take_back
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
-        governor = governors.of(devices.require())
+        manager = managers.of(devices.require())
         counted = Counted(devices.require())
 
         def watch(self: Repayment, owed: Any, by: str) -> None:
-            before = copied(), counted.calls, pulled()
+            before = copied(), counted.calls, reclaimed()
             take_back(self, owed, by)
-            exchanges.append((copied() - before[0], counted.calls - before[1], pulled() - before[2]))
+            exchanges.append((copied() - before[0], counted.calls - before[1], reclaimed() - before[2]))
 
         worker.ask(first)
         worker.store.clear()
@@ -170,7 +170,7 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         assert master.lent.borrowed > 200
         keys = len(master.store.contents.index.blocks.index)
         with monkeypatch.context() as patched:
-            patched.setattr(governor._known, "device", counted)
+            patched.setattr(manager._known, "device", counted)
             patched.setattr(Repayment, "_take_back", watch)
             worker.ask(back)
         assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
@@ -211,7 +211,7 @@ def test_prefixes_the_host_has_not_are_forgotten_first(monkeypatch: pytest.Monke
             with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
                 tier.iteration(0, 1, wanted // tier.client.grows_by)
-        assert wanted <= pulled() < wanted + 4 * 12, "and little more: blocks of a sequence, and units"
+        assert wanted <= reclaimed() < wanted + 4 * 12, "and little more: blocks of a sequence, and units"
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
         assert copied() == before
         device.reap(wait=True)

@@ -11,7 +11,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 
 from ..models import build
 from ..pool import tiny_layers
@@ -63,9 +63,9 @@ def test_the_model_with_the_lowest_priority_gives_its_prefixes_first(
     first, then = sorted(stores, key=lambda store: priorities[stores.index(store)])
     before = then.pages
     assert first.contents.device_pages > 0
-    assert governors.give_up(device, 1) > 0
+    assert managers.give_up(device, 1) > 0
     assert then.pages == before
-    assert governors.give_up(device, 10**6) > 0
+    assert managers.give_up(device, 10**6) > 0
     assert (first.contents.device_pages, then.contents.device_pages) == (0, 0)
     for handle in managed:
         handle.release()

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ballonet.allocator import devices
 from ballonet.hooks.compat import layer_classes, layer_count
-from ballonet.hooks.device.governors import give_up
+from ballonet.hooks.device.managers import give_up
 from ballonet.hooks.prefix import sessions, snapshot
 from ballonet.hooks.prefix.snapshot import STATES
 

@@ -247,7 +247,7 @@ class Fleet:
                 return False  # pages are created, or go back to the driver
             kv = {view["pages"]["kv"] for view in views}
             self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
-            if kv != {self._kv} or any(view["pages"]["retiring"] for view in views):
+            if kv != {self._kv} or any(view["pages"]["pending_free"] for view in views):
                 return False
             more += 1
             return more > LOOKS or all(beside_weights(view) in (0, 1) for view in views)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.batching.seams import batched
-from ballonet.hooks.device import governors
+from ballonet.hooks.batching.patches import batched
+from ballonet.hooks.device import managers
 from ballonet.hooks.replicas import process
 from ballonet.hooks.replicas.microbatch_plan import Chunk, Request
 from ballonet.hooks.replicas.process import measure_cost, sample_requests
@@ -82,7 +82,7 @@ def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> No
     install()
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         known: Any = batched(member.model)
-        monkeypatch.setattr(governors.of(known.device), "clock", lambda: now[0])
+        monkeypatch.setattr(managers.of(known.device), "clock", lambda: now[0])
         measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), replace(FEW, rounds_measured=4))
     assert rounds == [rounds[0]] * 4
 

@@ -1,4 +1,4 @@
-"""Rung 7: no page by itself, but a wish to the controller of replicas, which reports it as demand for a while."""
+"""Level 7: no page by itself, but a wish to the controller of replicas, which reports it as demand for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.layer_moves import ReplicaSetup
@@ -18,11 +18,11 @@ from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
-from ballonet.offload.governor.overview import Duplicates
-from ballonet.offload.policy.reclaim_order import LISTED, Rung
+from ballonet.offload.manager.overview import Duplicates
+from ballonet.offload.policy.reclaim_order import LISTED, Level
 from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.testing.levers import levers
+from ballonet.testing.sources import sources
 
 from ..governed import EQUAL, FakeCache, FakeModel, governed
 from ..models import build
@@ -30,92 +30,92 @@ from .stages import BLOCK, CHUNK, Desk, install
 
 
 def test_the_core_never_takes_duplicates() -> None:
-    assert Rung.HIDDEN_WEIGHTS < Rung.DUPLICATES < Rung.STALLING_WEIGHTS
-    assert (Rung.DUPLICATES, Rung.DUPLICATES.label) == (7, "duplicates")
-    assert Rung.DUPLICATES not in LISTED
-    _, governor, _, (a,) = governed(200, {})
-    a.step(governor)
-    assert {candidate.rung for candidate in governor.reclaim.candidates()}.isdisjoint({Rung.DUPLICATES})
+    assert Level.HIDDEN_WEIGHTS < Level.DUPLICATES < Level.STALLING_WEIGHTS
+    assert (Level.DUPLICATES, Level.DUPLICATES.label) == (7, "duplicates")
+    assert Level.DUPLICATES not in LISTED
+    _, manager, _, (a,) = governed(200, {})
+    a.step(manager)
+    assert {candidate.level for candidate in manager.reclaim.candidates()}.isdisjoint({Level.DUPLICATES})
 
 
-def test_the_lever_posts_a_wish_and_frees_nothing() -> None:
-    device, governor, _, _ = governed(200, {})
-    (lever,) = [lever for lever in levers(governor, device, spill=False) if lever.rung is Rung.DUPLICATES]
-    assert (lever.would_free(), lever.pull(5), lever.revert(5)) == (0, 0, 0), "nobody has duplicates"
+def test_the_source_posts_a_wish_and_frees_nothing() -> None:
+    device, manager, _, _ = governed(200, {})
+    (source,) = [source for source in sources(manager, device, spill=False) if source.level is Level.DUPLICATES]
+    assert (source.would_free(), source.reclaim(5), source.restore(5)) == (0, 0, 0), "nobody has duplicates"
     wishes: list[int] = []
-    withdraw = governor.duplicates.register(wishes.append, lambda: 30)
+    withdraw = manager.duplicates.register(wishes.append, lambda: 30)
     free = device.free
-    assert (lever.would_free(), lever.would_cost(), lever.pull(5), lever.revert(5)) == (30, (0.0, 0.0), 0, 0)
+    assert (source.would_free(), source.would_cost(), source.reclaim(5), source.restore(5)) == (30, (0.0, 0.0), 0, 0)
     assert (wishes, device.free) == ([5], free), "and what was lacking before anyone was there is no wish"
     withdraw()
     withdraw()
-    assert lever.pull(7) == 0
+    assert source.reclaim(7) == 0
     assert wishes == [5]
 
 
-@pytest.mark.parametrize(("beyond", "rung"), [(False, Rung.HIDDEN_WEIGHTS), (True, Rung.LAST_WEIGHTS)])
-def test_a_wish_is_posted_once_the_ladder_has_passed_rung_7(beyond: bool, rung: Rung) -> None:
+@pytest.mark.parametrize(("beyond", "level"), [(False, Level.HIDDEN_WEIGHTS), (True, Level.LAST_WEIGHTS)])
+def test_a_wish_is_posted_once_the_ladder_has_passed_level_7(beyond: bool, level: Level) -> None:
     """The core takes layers whose copies hide without a wish; once it takes what costs time, that is wished for at the
     next iteration, and once."""
-    device, governor, _, (a,) = governed(200, {})
+    device, manager, _, (a,) = governed(200, {})
     wishes: list[int] = []
-    governor.duplicates.register(wishes.append, lambda: 0)
-    a.step(governor)
+    manager.duplicates.register(wishes.append, lambda: 0)
+    a.step(manager)
     device.kv = device.free
     layers = 3 + beyond
     for _ in range(layers):
         assert device.want(1, a)
         device.kv += device.free
-    taken = [governor._known.list.named(key).lever for key in (_key(governor, a, layer) for _, layer in device.trace)]
+    taken = [manager._known.list.named(key).source for key in (_key(manager, a, layer) for _, layer in device.trace)]
     assert len(taken) == layers
-    assert taken[-1] == rung.label
+    assert taken[-1] == level.label
     assert wishes == []
-    a.step(governor)
+    a.step(manager)
     assert wishes == ([EQUAL[0]] if beyond else [])
-    a.step(governor)
+    a.step(manager)
     assert len(wishes) == beyond
 
 
-def _key(governor: object, model: FakeModel, layer: int) -> int:
-    return int(governor._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
+def _key(manager: object, model: FakeModel, layer: int) -> int:
+    return int(manager._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
 
 
-def test_wish_comes_before_rungs_that_cost_time() -> None:
-    device, governor, _, (a,) = governed(200, {})
-    cache = FakeCache(device, governor, governor.clock)
+def test_wish_comes_before_levels_that_cost_time() -> None:
+    device, manager, _, (a,) = governed(200, {})
+    cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
-    a.step(governor)
+    a.step(manager)
     seen: list[tuple[int, int]] = []
-    governor.duplicates.register(lambda pages: seen.append((pages, len(device.taken_now))), lambda: 0)
+    manager.duplicates.register(lambda pages: seen.append((pages, len(device.taken_now))), lambda: 0)
     device.taken_now = []
     device.take = lambda keys, pages=None: device.taken_now.append(keys) or 5  # type: ignore[method-assign]
-    governor.ladder.make_room(10, Rung.IDLE_KV)
+    manager.levels.make_room(10, Level.IDLE_KV)
     assert (seen, device.taken_now) == ([], []), "it was not to go so far"
-    governor.ladder.make_room(20, Rung.LAST_WEIGHTS)
+    manager.levels.make_room(20, Level.LAST_WEIGHTS)
     assert seen == [(20 - 5 * 3, 3)], "after the layers that hide"
     assert len(device.taken_now) == 4
-    governor.ladder.make_room(10**6, Rung.HIDDEN_WEIGHTS)
+    manager.levels.make_room(10**6, Level.HIDDEN_WEIGHTS)
     assert len(seen) == 1
-    governor.ladder.make_room(10**6, Rung.LAST_WEIGHTS)
+    manager.levels.make_room(10**6, Level.LAST_WEIGHTS)
     assert len(seen) == 2
 
 
 def test_a_wish_is_told_without_a_lock() -> None:
-    """Whoever is told may ask the governor, and register others."""
-    _, governor, _, _ = governed(200, {})
+    """Whoever is told may ask the manager, and register others."""
+    _, manager, _, _ = governed(200, {})
     told: list[bool] = []
 
     def wanted(pages: int) -> None:
-        told.append(governor._known.lock.acquire(timeout=5))
-        governor._known.lock.release()
-        governor.duplicates.register(lambda pages: None, lambda: 1)
+        told.append(manager._known.lock.acquire(timeout=5))
+        manager._known.lock.release()
+        manager.duplicates.register(lambda pages: None, lambda: 1)
 
-    governor.duplicates.register(wanted, lambda: 0)
-    thread = threading.Thread(target=governor.duplicates.request_drop, args=(3,))
+    manager.duplicates.register(wanted, lambda: 0)
+    thread = threading.Thread(target=manager.duplicates.request_drop, args=(3,))
     thread.start()
     thread.join(60)
     assert told == [True]
-    assert governor.duplicates.pages == 1
+    assert manager.duplicates.pages == 1
 
 
 def test_wishes_add_up_until_they_are_posted() -> None:
@@ -132,21 +132,21 @@ def test_wishes_add_up_until_they_are_posted() -> None:
 
 def test_pages_that_an_operator_could_not_have_are_wished_for() -> None:
     """At the next look of anyone, once, and only what was refused since somebody could drop anything."""
-    _, governor, _, (a,) = governed(200, {})
+    _, manager, _, (a,) = governed(200, {})
 
     def refuse(pages: int) -> None:
-        governor.events.decided(Rung.REFUSE.label, "pull", pages)
-        governor._known.list.void()  # so that it is looked at
-        a.step(governor)
+        manager.events.decided(Level.REFUSE.label, "reclaim", pages)
+        manager._known.list.void()  # so that it is looked at
+        a.step(manager)
 
     wishes: list[int] = []
     refuse(3)
-    governor.duplicates.register(wishes.append, lambda: 0)
+    manager.duplicates.register(wishes.append, lambda: 0)
     refuse(5)
     assert wishes == []
     refuse(7)
     refuse(0)
-    a.step(governor)
+    a.step(manager)
     assert wishes == [7]
 
 
@@ -174,7 +174,7 @@ def test_pages_that_the_ladder_lacks_are_pending_for_a_while() -> None:
     with ballonet.manage(model) as handle, Splice(model) as splice:
         splice.prove()
         member = ReplicaModel("one", model, splice, GroupSettings.of(model, CHUNK, page_size=BLOCK))
-        duplicates = governors.of(devices.require()).duplicates
+        duplicates = managers.of(devices.require()).duplicates
         setup = ReplicaSetup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
         replica = Replica(setup, Wakeup())
         assert duplicates.known

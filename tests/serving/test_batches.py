@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
-from ballonet.hooks.batching import seams
+from ballonet.hooks.batching import patches
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.batching.scheduler import ElasticScheduler
@@ -35,7 +35,7 @@ from .batches import PAGE, TOGETHER, answers, ask, install, looping, prompts, st
 pytestmark = pytest.mark.chaos
 
 
-SEAMS = (
+PATCHES = (
     lambda: vars(continuous_api)["PagedAttentionCache"],
     lambda: vars(input_outputs)["attn_mask_is_needed"],
     lambda: AttentionInterface._global_mapping["sdpa"],
@@ -45,11 +45,11 @@ SEAMS = (
 
 
 @pytest.fixture(autouse=True)
-def _seams(nothing_is_left: None) -> Iterator[None]:
-    before = [seam() for seam in SEAMS]
+def _patches(nothing_is_left: None) -> Iterator[None]:
+    before = [patch() for patch in PATCHES]
     yield
     gc.collect()
-    assert [seam() for seam in SEAMS] == before
+    assert [patch() for patch in PATCHES] == before
 
 
 # full attention, a window in all layers, in some; norms of keys; experts; positions of their own
@@ -413,7 +413,7 @@ def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.Monkey
     install(64)
     model: Any = build("llama")
     with ballonet.manage(model):
-        batched, seen, waiting = seams.batched(model), list[float | None](), list[float | None]()
+        batched, seen, waiting = patches.batched(model), list[float | None](), list[float | None]()
         assert batched is not None
         assert batched.wanted is None
         process = ElasticScheduler._process_candidates
@@ -440,14 +440,14 @@ def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.Monkey
 @pytest.mark.counts
 @pytest.mark.parametrize(("pages", "streams"), [(64, True), (512, False)])
 def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, streams: bool, tuned: Tuned) -> None:
-    """The governor counts with free pages alone, so that layers would not come home else. Where all are there the heap
+    """The manager counts with free pages alone, so that layers would not come home else. Where all are there the heap
     keeps what the next batch takes again."""
     tuned(weights={"large": 2**11})  # so that tiny layers have ranges
     model = build("llama", num_hidden_layers=12, hidden_size=128)
     install(pages)
     with ballonet.manage(model) as managed, looping(model, 4) as manager:
         assert bool(managed.report().streamed) == streams
-        batched = seams.batched(model)
+        batched = patches.batched(model)
         assert batched is not None
         manager.add_request([*range(3, 60)])
         assert manager.get_result(timeout=600).error is None
@@ -512,7 +512,7 @@ def test_wrapper_of_another_library_stays(owner: Any, name: str, monkeypatch: py
 
 def test_other_models_stay_stock() -> None:
     model, other, asked = build("llama"), build("qwen2"), prompts(3, 20)
-    expected, stock_cache = (stock(model, asked), stock(other, asked)), SEAMS[0]()
+    expected, stock_cache = (stock(model, asked), stock(other, asked)), PATCHES[0]()
     install(256)
     with ballonet.manage(model):
         assert (answers(model, asked), answers(other, asked, num_blocks=48)) == expected
@@ -525,15 +525,15 @@ def test_where_it_cannot_be_elastic_it_stays_stock_and_says_so(monkeypatch: pyte
     monkeypatch.setattr(scheduler.Scheduler, "_process_candidates", lambda self, states: None)
     model = build("llama")
     install(256)
-    seams.why_stock.cache_clear()
+    patches.why_stock.cache_clear()
     try:
         with (
             pytest.warns(RuntimeWarning, match="stays transformers' own: .*candidates"),
             ballonet.manage(model),
         ):
-            assert vars(continuous_api)["PagedAttentionCache"] is SEAMS[0]()
+            assert vars(continuous_api)["PagedAttentionCache"] is PATCHES[0]()
     finally:
-        seams.why_stock.cache_clear()
+        patches.why_stock.cache_clear()
 
 
 def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered(

@@ -84,7 +84,7 @@ def run(way: str) -> None:
             assert managed.prefixes.counts.on_disk > 0
         assert (ballonet.stats().copied.kv_d2h > 0) or way != "to the host"
     last = settle(device)
-    assert last["kv"] == last["weights"] == last["retiring"] == 0, last
+    assert last["kv"] == last["weights"] == last["pending_free"] == 0, last
 
 
 def forgotten(managed: Managed) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ class Preemption(PagePreemption):
 
     def __init__(self, page: float | None, again: float | None, room: bool) -> None:
         link = SimpleNamespace(page_seconds=page)
-        pages = SimpleNamespace(client=SimpleNamespace(governor=SimpleNamespace(link=link)))
+        pages = SimpleNamespace(client=SimpleNamespace(manager=SimpleNamespace(link=link)))
         self.done: list[str] = []
         own = SimpleNamespace(count=lambda name: PAGES, to_host=lambda name: room)
         parts = None if again is None else SimpleNamespace(prefill=lambda tokens, batch: again)

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
-from ballonet.hooks.batching import seams
+from ballonet.hooks.batching import patches
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.pages import SectorPages
 from ballonet.hooks.managed import Managed
@@ -321,7 +321,7 @@ def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
 
 
 def kept_by(model: Any) -> ElasticPagedCache:
-    known = seams.batched(model)
+    known = patches.batched(model)
     assert known is not None
     assert known.loop_caches is not None
     assert known.loop_caches._cache is not None

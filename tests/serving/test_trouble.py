@@ -19,7 +19,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.allocator.errors import DriverError
-from ballonet.hooks.batching import seams
+from ballonet.hooks.batching import patches
 from ballonet.hooks.batching.pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.hooks.batching.steps import PagePreemption
@@ -400,7 +400,7 @@ def test_requests_are_answered_where_no_larger_step_finds_memory(tuned: Tuned, t
             assert answers(model, asked, 24, use_async_batching=two) == expected
         filler.close()
         assert 0 < lacking.failed < 0.1 * lacking.steps
-        batched = seams.batched(model)
+        batched = patches.batched(model)
         assert batched is not None
         assert batched.latencies.lost == lacking.failed
 

@@ -19,7 +19,7 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.cli import arguments
 from ballonet.hooks import loading
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.plan.machine import Decision, Machine, MachineSizes, Tenant, dealt
 from ballonet.hooks.plan.run import POLICIES, default, named, run
 from ballonet.hooks.server.arrivals import RecordedArrival
@@ -180,7 +180,7 @@ def test_switches_change_what_is_decided() -> None:
     """A burst for both models: each of these parts of ballonet has a say in it."""
     burst = dealt([RecordedArrival(0.02 * n, 200, 24) for n in range(18)], 2)
     logs: dict[str, list[Decision]] = {}
-    for policy in ("fast", "uncapped", "weights-fixed", "no-inflation", "no-buffer"):
+    for policy in ("fast", "uncapped", "weights-fixed", "activations-apart", "no-buffer"):
         logs[policy] = []
         figures = simulated(policy, replace(machine(84, host=256), link=200.0 * MIB), *burst, log=logs[policy])
         assert figures["failed"] == 0
@@ -203,7 +203,7 @@ def test_bad_input_is_told() -> None:
         simulated("fast", machine(16))
     with pytest.raises(ManageError, match="no requests"):
         simulated("fast", machine(64), [])
-    assert governors.composed_with().clock() != 0.0
+    assert managers.composed_with().clock() != 0.0
     assert all(named(name, 1) for name in POLICIES)
 
 

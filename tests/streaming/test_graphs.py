@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator._native import Lease
 from ballonet.allocator.errors import ManageError, PoolExhausted
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.device.graphs import why_short
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy.plan import spread, streaming
@@ -45,11 +45,11 @@ def expected(original: Any) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Any:
+def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Any:
     """Whose pages are always scarce, and whose link hides every copy. Graphs are those of tests/graphs.py."""
     graphs.pretend(monkeypatch)
     tuned(clock=Clock())
-    ours = governors.of(devices.require())
+    ours = managers.of(devices.require())
     monkeypatch.setattr(ours.pages, "scarce", True)
     ours.link.bandwidth = 1e12
     return ours
@@ -78,11 +78,11 @@ class Captured:
 
 def prepare(model: Any) -> None:
     """Every layer that may be taken is offered."""
-    governor = governors.of(devices.require())
+    manager = managers.of(devices.require())
     logits(model)
-    governor._known.list.void()
-    governor.reclaim.publish()
-    governor.reclaim.publish_now()
+    manager._known.list.void()
+    manager.reclaim.publish()
+    manager.reclaim.publish_now()
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_captured_model_gives_nothing(model: Any, managed: ballonet.Managed, e
 
 
 def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(governors.of(devices.require()), "spill", False)
+    monkeypatch.setattr(managers.of(devices.require()), "spill", False)
     with install.stock():
         keys, values = torch.zeros(2, 1, 2, 64, 16)
 
@@ -332,7 +332,7 @@ def test_captured_layer_stays_resident_under_any_plan(
         assert managed.report().freed_pages == sum(before) - here - managed._weights.ring.pages
     elastic._change(streaming(before, (3, 5), 1))
     assert managed.report().streamed == plan.streamed
-    assert all(candidate.index != 3 for candidate in governors.of(devices.require()).reclaim.candidates())
+    assert all(candidate.index != 3 for candidate in managers.of(devices.require()).reclaim.candidates())
 
 
 def test_a_floor_counts_what_is_kept(model: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ModelInUse
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.weights.ranges import host_pages_left
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
@@ -39,11 +39,11 @@ def original() -> Any:
 class Scarce:
     """Pages that were short not long ago, until `calm()`."""
 
-    def __init__(self, governor: Any, clock: Clock) -> None:
-        self.governor = governor
+    def __init__(self, manager: Any, clock: Clock) -> None:
+        self.manager = manager
         self._clock = clock
-        governor.pages.scarce = True
-        governor.link.bandwidth = 1e12  # every copy is hidden
+        manager.pages.scarce = True
+        manager.link.bandwidth = 1e12  # every copy is hidden
 
     def calm(self) -> None:
         self._clock.now += 2 * DEFAULT.pages.forget
@@ -53,7 +53,7 @@ class Scarce:
 def scarce(tuned: Tuned) -> Scarce:
     clock = Clock()
     tuned(clock=clock)
-    return Scarce(governors.of(devices.require()), clock)
+    return Scarce(managers.of(devices.require()), clock)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def to_host() -> int:
 def copies_given_up() -> int:
     """Pages of them so far."""
     counts = ballonet.stats().events.get("host copies", {})
-    return counts["revert"].pages if counts else 0
+    return counts["restore"].pages if counts else 0
 
 
 def stream(managed: ballonet.Managed, *layers: int) -> None:
@@ -218,7 +218,7 @@ def test_a_copy_is_given_up_once_pages_were_ample_for_long(
         assert copies_given_up() - given_up == to_host() - before
         assert all(type(module.__dict__["_parameters"]) is plain for module in model.modules())
         assert torch.equal(logits(model), expected)
-        scarce.governor.pages.scarce = True
+        scarce.manager.pages.scarce = True
     devices.require().check()
 
 
@@ -394,7 +394,7 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
                 scarce.calm()
                 logits(model)
                 assert managed._weights.on_host() == ()
-                scarce.governor.pages.scarce = True
+                scarce.manager.pages.scarce = True
     assert any(taken), "pages ran out in the middle of a forward"
     devices.require().check()
 
@@ -462,7 +462,7 @@ def calls(act: Callable[[], object]) -> int:
 @pytest.mark.parametrize("interval", [1, 2])
 def test_python_calls_of_a_token(interval: int) -> None:
     """No more than 200 for each layer that streams: 163 and 137 here, and 340 each before layers were read by hooks. Of
-    several tokens that with the fewest: now and then the governor looks for a faster plan."""
+    several tokens that with the fewest: now and then the manager looks for a faster plan."""
 
     def token(interval: int | None) -> int:
         with install.stock():

@@ -13,7 +13,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
 from ballonet.hooks import managed
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.device.streams import HostMarks
 from ballonet.offload.policy.plan import Fewest, Plan, fewest
 from ballonet.offload.policy.tuning import DEFAULT
@@ -37,7 +37,7 @@ def time(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     ticks = count(step=10**6)
     monkeypatch.setattr(managed, "marks_of", lambda device, clock: HostMarks(lambda: next(ticks)))
     tuned(clock=Clock())
-    governors.of(devices.require()).link.bandwidth = 1e12
+    managers.of(devices.require()).link.bandwidth = 1e12
 
 
 def frees(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_measured_link_leads_to_the_faster_number_of_slots(
         report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
-        governors.of(devices.require()).link.bandwidth = sum(found._residency.plan.pages) * PAGE / (resident * ratio)
+        managers.of(devices.require()).link.bandwidth = sum(found._residency.plan.pages) * PAGE / (resident * ratio)
         passes = 0
         while passes < 2 * DEFAULT.weights.look:
             assert say(model).agrees(stock_of_larger)
@@ -95,8 +95,8 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
     larger: Any, stock_of_larger: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frees(2, monkeypatch)
-    governor, measure = governors.of(devices.require()), link.measure
-    monkeypatch.setattr(governor.link, "_bandwidth", None)
+    manager, measure = managers.of(devices.require()), link.measure
+    monkeypatch.setattr(manager.link, "_bandwidth", None)
     asked: list[int] = []
 
     def ask(device: Device, leave: int, **_: object) -> float | None:
@@ -115,11 +115,11 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
         assert asked == [0]
         for _ in range(3):
             assert say(model).agrees(stock_of_larger)
-            if governor.link.bandwidth is None:
+            if manager.link.bandwidth is None:
                 assert "assumed" in found.report().why
                 assert found.report().times["decode"].predicted is None
-        assert asked == [0, governor.pages.mark, governor.pages.mark], "some pages stay free, and it is enough"
-        assert governor.link.bandwidth is not None
+        assert asked == [0, manager.pages.mark, manager.pages.mark], "some pages stay free, and it is enough"
+        assert manager.link.bandwidth is not None
         assert say(model).agrees(stock_of_larger)
         assert "assumed" not in found.report().why
         assert found.report().times["decode"].predicted is not None

@@ -1,4 +1,4 @@
-"""Layers that come and go while a model is in use: through files, by a governor's plans, and because pages run out."""
+"""Layers that come and go while a model is in use: through files, by a manager's plans, and because pages run out."""
 
 from __future__ import annotations
 

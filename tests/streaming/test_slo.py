@@ -11,7 +11,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.config import cache_dir
 from ballonet.allocator.errors import SLOError
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.device.key import key_of
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
@@ -41,10 +41,10 @@ def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    governor = governors.of(devices.require())
+    manager = managers.of(devices.require())
     monkeypatch.setattr("ballonet.hooks.profile.cache_dir", lambda settings: tmp_path)
     monkeypatch.setattr(f"{__name__}.cache_dir", lambda settings: tmp_path)
-    governor.link.bandwidth = 1e12
+    manager.link.bandwidth = 1e12
 
 
 def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> None:
@@ -102,7 +102,7 @@ def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, s
     with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=40):
         assert say(model).agrees(stock)
         assert managed.report().streamed
-        governors.of(devices.require()).link.bandwidth = LAYER / 100
+        managers.of(devices.require()).link.bandwidth = LAYER / 100
         with pytest.warns(RuntimeWarning, match="a decode step within 5000 ms is not kept") as warned:
             assert all(say(model).agrees(stock) for _ in range(2))
         assert len(warned) == 1

@@ -13,7 +13,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.hooks import manage, managed
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import Turn, Turns
 from ballonet.hooks.streaming import captured
 from ballonet.offload.policy.plan import Plan, streaming
@@ -43,9 +43,9 @@ class Told:
         self.model, self.it = model, it
         self.pages = it._residency.plan.pages
         self.plan = Plan(self.pages)
-        governor = governors.of(devices.require())
-        before = governor.before
-        patch.setattr(governor, "before", lambda *it: replace(before(*it), plan=self.plan))
+        manager = managers.of(devices.require())
+        before = manager.before
+        patch.setattr(manager, "before", lambda *it: replace(before(*it), plan=self.plan))
 
     def stream(self, *layers: int) -> torch.Tensor:
         """Runs the model, with these streaming from now on."""
@@ -86,7 +86,7 @@ def test_a_change_that_is_made_in_a_section_is_taken_in(told: Told, stock: torch
 
 # The order of locks
 
-ORDER = ("turn", "manage", "model", "governor", "traffic")  # docs/architecture.md
+ORDER = ("turn", "manage", "model", "manager", "traffic")  # docs/architecture.md
 
 
 class Recorder:
@@ -135,7 +135,7 @@ class Recorded:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Records all locks above the core, from now on."""
-    it, governor = Recorder(), governors.of(devices.require())
+    it, manager = Recorder(), managers.of(devices.require())
     take, end = Turns.take, Turns.end
 
     def recorded_take(self: Turns, turn: Turn) -> bool:
@@ -159,11 +159,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     lock = it.lock("manage", managed.lock)
     for module in (manage, managed):
         monkeypatch.setattr(module, "lock", lock)
-    lock = it.lock("governor", governor._known.lock)
-    monkeypatch.setattr(governor._known, "lock", lock)
-    monkeypatch.setattr(governor.link, "_lock", lock)
-    if governor.link._watcher is not None:
-        monkeypatch.setattr(governor.link._watcher, "_lock", it.lock("traffic", governor.link._watcher._lock))
+    lock = it.lock("manager", manager._known.lock)
+    monkeypatch.setattr(manager._known, "lock", lock)
+    monkeypatch.setattr(manager.link, "_lock", lock)
+    if manager.link._watcher is not None:
+        monkeypatch.setattr(manager.link._watcher, "_lock", it.lock("traffic", manager.link._watcher._lock))
     return it
 
 
@@ -188,6 +188,6 @@ def test_locks_are_taken_in_one_order(
         told.stream(2)
         assert model.state_dict()
         it.report()
-    assert {("turn", "manage"), ("turn", "model"), ("manage", "model"), ("model", "governor")} <= recorder.pairs
+    assert {("turn", "manage"), ("turn", "model"), ("manage", "model"), ("model", "manager")} <= recorder.pairs
     for before, after in recorder.pairs:
         assert ORDER.index(before) < ORDER.index(after), f"{after} is waited for by who has {before}"

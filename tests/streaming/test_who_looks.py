@@ -19,7 +19,7 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, PoolExhausted
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.device.references import THIS, Interpreter
 from ballonet.hooks.forward import lease
 from ballonet.hooks.forward.hook_base import CALL
@@ -387,12 +387,12 @@ def test_the_copy_of_the_next_layer_begins_when_a_layer_is_left(model: Any, mana
 def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins(
     model: Any, original: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = governors.composed_with()
+    before = managers.composed_with()
     unknown = before._replace(interpreter=Interpreter((3, 14), free_threaded=False, gil=True))
     copied = []
     try:
         for composition in (before, unknown):
-            governors.compose_with(composition)
+            managers.compose_with(composition)
             with streamed(model, 3, 2, monkeypatch) as managed:
                 fly(model, managed)
                 first = managed.report().link_bytes
@@ -403,7 +403,7 @@ def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins
                     check_looks(model, original, managed, moment, SHOWN)
             model.load_state_dict(original.state_dict())
     finally:
-        governors.compose_with(before)
+        managers.compose_with(before)
     assert not THIS.counts_references or copied[0] < copied[1]
 
 

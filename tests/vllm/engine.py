@@ -111,11 +111,11 @@ def wait_for_others() -> None:
     """Nothing depends on how busy the machine is."""
     from dataclasses import replace
 
-    from ballonet.hooks.device import governors
+    from ballonet.hooks.device import managers
     from ballonet.offload.policy.tuning import DEFAULT
 
     sharing = replace(DEFAULT.sharing, patience=600.0, answer=600.0)
-    governors.compose_with(governors.Composition(tuning=replace(DEFAULT, sharing=sharing)))
+    managers.compose_with(managers.Composition(tuning=replace(DEFAULT, sharing=sharing)))
 
 
 def held() -> dict[str, int]:

@@ -49,7 +49,7 @@ def test_an_option_that_is_none_is_refused(model: Path, tmp_path: Path) -> None:
     assert "bugdet: no option of the connector; it has budget" in ended.stderr
 
 
-def test_a_version_without_the_seams_is_refused() -> None:
+def test_a_version_without_the_patches_is_refused() -> None:
     program = (
         "from vllm.v1.core.block_pool import BlockPool\ndel BlockPool.evict_blocks\n"
         "from ballonet.hooks.vllm import BallonetConnector"

@@ -127,7 +127,7 @@ pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t o
 namespace {
 
 const char* name_of(LeadsTo leads_to) {
-  constexpr const char* kNames[] = {"none", "device", "host", "peer", "alias", "retiring", "kept"};
+  constexpr const char* kNames[] = {"none", "device", "host", "peer", "alias", "pending_free", "kept"};
   return kNames[static_cast<unsigned>(leads_to)];
 }
 

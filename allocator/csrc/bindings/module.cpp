@@ -24,7 +24,7 @@ const char* name_of(Place place) {
 }
 
 const char* name_of(Owner owner) {
-  constexpr const char* kNames[] = {"free", "weights", "activations", "kv", "retiring"};
+  constexpr const char* kNames[] = {"free", "weights", "activations", "kv", "pending_free"};
   return kNames[static_cast<unsigned>(owner)];
 }
 

@@ -1,10 +1,10 @@
-// The reclaim list: what may be taken when pages run out, in order, published ahead of time by the governor.
+// The reclaim list: what may be taken when pages run out, in order, published ahead of time by the manager.
 //
 // Note [One trigger]
-// An allocation can fail inside any operator, on any thread, with or without the interpreter's lock. So the governor is
+// An allocation can fail inside any operator, on any thread, with or without the interpreter's lock. So the manager is
 // not asked then: it has published what may be taken. A thread that finds no page, once free blocks are trimmed and
 // retirements reaped, takes entries in their order until there are enough. It knows nothing about an entry; the
-// governor reads afterwards, from `taken`, which were.
+// manager reads afterwards, from `taken`, which were.
 //
 // Note [Demand]
 // An entry whose group another thread leases is in use, even where nothing of it runs at the moment. Pages missing for

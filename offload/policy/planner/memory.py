@@ -5,7 +5,7 @@ Note [A run, foreseen]
     `manage()` moves the models in one after the other, each with as few layers streaming as the room beside it demands
     (hooks/weights/ranges.py); where there is none, earlier models give layers, as they are idle. Then all run.
     The prompt is followed stage by stage, from one layer's append of its tokens to the next one's, as what may be taken
-    differs: KV of layers that have not run is not there yet. Of what is lacking the ladder takes in its order
+    differs: KV of layers that have not run is not there yet. Of what is lacking the reclaim order takes in its order
     (reclaim_order.py, remap.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
     the plan of what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is
     not back before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to
@@ -31,8 +31,8 @@ from itertools import pairwise
 from ..coordinator import LinkClient, possible
 from ..kv_pages import scarce, worth_telling
 from ..plan import Costs, Fewest, Plan
-from ..reclaim_order import Candidate, Rung, ordered
-from ..remap import Model, by_rung, of_layer, remap, standing
+from ..reclaim_order import Candidate, Level, ordered
+from ..remap import Model, by_level, of_layer, remap, standing
 from ..tuning import DEFAULT, Tuning, WeightPlans
 
 
@@ -323,7 +323,7 @@ class _Run:
         return moment.least if self._least else moment.activations
 
     def _tell(self, now: Sequence[Moment], used: int) -> None:
-        """Lists pages that are full by now, where pages are short, as governor/kv_tier.py does."""
+        """Lists pages that are full by now, where pages are short, as manager/kv_tier.py does."""
         total = self._budget.pages
         if scarce(max(0, total - used - self._held), total, self._tuning.pages):
             for model, at in zip(self.models, now, strict=True):
@@ -341,14 +341,14 @@ class _Run:
             return True
         offered = self._offered(phase)
         if sum(candidate.pages for candidate in offered) < lack:
-            gone = sum(candidate.pages for candidate in offered if candidate.rung is Rung.RUNNING_KV)
+            gone = sum(candidate.pages for candidate in offered if candidate.level is Level.RUNNING_KV)
             layers = sum(candidate.pages for candidate in offered) - gone
             gone += sum(state.away for state in self.models)
             self.short = Binding(phase, sum(state.held for state in self.models) - layers, kv - gone, activations)
             return False
         for candidate in offered:
             state = self.models[candidate.client]
-            if candidate.rung is Rung.RUNNING_KV:
+            if candidate.level is Level.RUNNING_KV:
                 state.away += min(lack, candidate.pages)
             else:
                 state.taken.add(candidate.index)
@@ -358,14 +358,16 @@ class _Run:
         return True
 
     def _offered(self, phase: Phase) -> list[Candidate]:
-        """Returns what the ladder takes, in its order."""
+        """Returns what the reclaim order takes, in its order."""
         models = [state.stands(phase, self._budget) for state in self.models]
         gone = {state.model.name: {*state.model.plan.streamed, *state.taken} for state in self.models}
         numbers = {state.model.name: number for number, state in enumerate(self.models)}
-        candidates = [of_layer(rung, model, layer, numbers[model.name]) for rung, model, layer in by_rung(models, gone)]
+        candidates = [
+            of_layer(level, model, layer, numbers[model.name]) for level, model, layer in by_level(models, gone)
+        ]
         for number, giver in enumerate(self.models):
             if (pages := giver.listed - giver.away) > 0:
-                candidates.append(Candidate(Rung.RUNNING_KV, number, 0, pages, recency=float(number)))
+                candidates.append(Candidate(Level.RUNNING_KV, number, 0, pages, recency=float(number)))
         return ordered(candidates)
 
     def _arrange(self) -> None:
@@ -421,7 +423,7 @@ def everything(models: Sequence[Needs]) -> int:
 
 
 def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tuning: WeightPlans) -> Costs:
-    """Returns the costs of an iteration, as the governor has them: assumed where not measured."""
+    """Returns the costs of an iteration, as the manager has them: assumed where not measured."""
     pages, ratio = max(1, sum(needs.layers)), float(tuning.assumed_ratio)
     if seconds is None:
         seconds = pages * (page_seconds or 1.0) / ratio

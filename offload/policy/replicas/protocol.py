@@ -257,7 +257,7 @@ class Fence(Action, frozen=True):
 
 
 class Decline(Action, frozen=True):
-    """No drop: the next rung of the ladder has to find memory. `verdict`: the prediction, for NO_GAIN."""
+    """No drop: the next level of the reclaim order has to find memory. `verdict`: the prediction, for NO_GAIN."""
 
     reason: Reason
     verdict: Verdict | None = None

@@ -94,18 +94,18 @@ def add_whatif(commands: Any) -> None:
     text = "what recorded requests would meet on a machine: time simulated, pages real"
     parser = arguments.command(commands, "whatif", _whatif, text)
     parser.description = f"""{parser.description} The requests go through the scheduler, the admission, the cache and
-        the governor of `serve`, with pages of the stand-in; a step takes what a cost model says, and nothing is
+        the manager of `serve`, with pages of the stand-in; a step takes what a cost model says, and nothing is
         computed. Prints a line of JSON for each policy, with the keys of `load`, and policy, steps, kv_bytes (at the
         most), stalled and moved (seconds that steps waited), swaps, and models, where there are several; a policy that
-        does not fit has policy and error alone. Exits with 1 where no policy answers a request. Policies:
-        stock, split (of several models, each with an even part of the budget) and swap (one of them at a time on the
-        device) are transformers' own cache and scheduler; fast is ballonet; full is --batches full, and the others are
-        fast with a part switched off: lru, uncapped, one-slot, two-slots, no-reversion, weights-fixed, no-inflation,
+        does not fit has policy and error alone. Exits with 1 where no policy answers a request. Policies: stock, split
+        (of several models, each with an even part of the budget) and swap (one of them at a time on the device) are
+        transformers' own cache and scheduler; fast is ballonet; full is --batches full, and the others are fast with a
+        part switched off: lru, uncapped, one-slot, two-slots, no-restoring, weights-fixed, activations-apart,
         no-buffer, fixed-buffer. With --replicas several replicas of one model are simulated instead, without pages;
         policies, by what is done when their KV memory is full: queue, recompute, swap, migrate, drop. Then a line has
-        policy, replicas, drops, restores, bytes_moved and bubble (waiting in pipelines), and --costs FILE may also
-        have alpha, beta and gamma of chunks, or a list of batches to which they are fitted (chunks: pairs of tokens
-        before and new ones; seconds). --faults FILE has a line for each fault, such as {{"at": 2.5, "fault": "killed",
+        policy, replicas, drops, restores, bytes_moved and bubble (waiting in pipelines), and --costs FILE may also have
+        alpha, beta and gamma of chunks, or a list of batches to which they are fitted (chunks: pairs of tokens before
+        and new ones; seconds). --faults FILE has a line for each fault, such as {{"at": 2.5, "fault": "killed",
         "member": 1}}, at seconds after the first request; faults: killed, hung (seconds: then it goes on), link
         (other), refused (the next epoch; why: PAGES or HOST_MEMORY), file (of its weights has changed), damaged (KV),
         left (request), joined, supervisor, shutdown."""

@@ -135,7 +135,7 @@ def _budget_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "process", f"{facts['pid']}"
     yield "budget", f"{format_size(facts['budget'])} in pages of {format_size(page)}"
     for owner, count in facts["pages"].items():
-        yield owner, pages(count)
+        yield owner.replace("_", " "), pages(count)
     yield "on the host", f"{pages(facts['host_pages'])}, {pages(facts['spilled'])} of them spilled"
     if facts["peer"]:
         yield f"on the {facts['peer']}", f"{pages(facts['peer_pages'])} of {format_size(facts['peer_budget'])}"

@@ -79,7 +79,7 @@ def manage(model: nn.Module, *, chaos: int | None = None, **options: Any) -> Man
 
 
 def chaos_of(managed: Managed) -> Chaos | None:
-    """What moves pages of this model, and has counted them (`moved`, `pulled`, `seed`); None where nothing does."""
+    """What moves pages of this model, and has counted them (`moved`, `reclaimed`, `seed`); None where nothing does."""
     from ..hooks.managed import forwards_of
     from .moves import PageMoves
 

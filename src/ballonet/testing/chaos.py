@@ -6,8 +6,8 @@ layers pages that the running forward itself has leased are swapped for others: 
 are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to its
 backing, as when the core takes it, and restored, or with it from the peer to the host. A free page that is still mapped
 leaves its addresses, so that a read there fails. Which ones is drawn from a generator of its own, so that sampling
-draws what it would have drawn. Now and then a lever of the ladder is pulled or reverted there as well, whether pages
-are short or not. Switched on by BALLONET_CHAOS=seed or `ballonet.testing.manage`.
+draws what it would have drawn. Now and then a source of pages is reclaimed or restored there as well, whether
+pages are short or not. Switched on by BALLONET_CHAOS=seed or `ballonet.testing.manage`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
-from ..offload.policy.reclaim_order import Rung
+from ..offload.policy.reclaim_order import Level
 from ..offload.policy.tuning import DEFAULT, ChaosMoves
-from .levers import Lever
+from .sources import ReclaimSource
 
 if TYPE_CHECKING:
     from ..allocator._native import Place
@@ -73,7 +73,7 @@ class Chaos:
             self._ways += OF_A_PEER
         self._shown = [way for way in WHERE if peer or way not in OF_A_PEER]
         self._random = random.Random(seed)
-        self._levers = random.Random(seed)  # of its own: which pages move does not depend on what else there is
+        self._sources = random.Random(seed)  # of its own: which pages move does not depend on what else there is
         self._moved: Counter[str] = Counter()
         self._pulled: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
@@ -88,8 +88,8 @@ class Chaos:
             return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in self._shown))}
 
     @property
-    def pulled(self) -> Mapping[tuple[str, str], int]:
-        """Pages that levers freed so far, or gave back, by (rung, "pull" or "revert")."""
+    def reclaimed(self) -> Mapping[tuple[str, str], int]:
+        """Pages that sources freed so far, or gave back, by (level, "reclaim" or "restore")."""
         with self._lock:
             return dict(self._pulled)
 
@@ -105,17 +105,17 @@ class Chaos:
                         self._count(f"kv_{way}")
                     break
 
-    def pull(self, levers: Sequence[Lever]) -> None:
-        """Pulls or reverts a random lever now and then, of those that need no consent. A pull takes a whole layer
-        however few pages it is asked for, and a layer goes back as a whole or not at all: so a revert is asked for all
+    def reclaim(self, sources: Sequence[ReclaimSource]) -> None:
+        """Reclaims or restores a random source now and then, of those that need no consent. A whole layer is taken
+        however few pages it is asked for, and a layer goes back as a whole or not at all: so a restore is asked for all
         pages that are to spare, else layers would only ever leave. DriverError."""
-        levers = [entry for entry in levers if entry.rung is not Rung.DUPLICATES]
-        if levers and self._levers.randrange(self._tuning.seldom) == 0:
-            lever, pages = self._levers.choice(levers), self._levers.randint(1, self._tuning.pages)
-            verb = self._levers.choice(("pull", "pull", "revert"))
-            moved = lever.pull(pages) if verb == "pull" else lever.revert(sys.maxsize)
+        sources = [entry for entry in sources if entry.level is not Level.DUPLICATES]
+        if sources and self._sources.randrange(self._tuning.seldom) == 0:
+            source, pages = self._sources.choice(sources), self._sources.randint(1, self._tuning.pages)
+            verb = self._sources.choice(("reclaim", "reclaim", "restore"))
+            moved = source.reclaim(pages) if verb == "reclaim" else source.restore(sys.maxsize)
             with self._lock:
-                self._pulled[lever.rung.label, verb] += moved
+                self._pulled[source.level.label, verb] += moved
 
     def _draw(self, ranges: Sequence[P], way: Way) -> tuple[P, int] | None:
         """A random piece that can go that way, of a random range that has one."""

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..hooks.device import governors
+from ..hooks.device import managers
 from ..hooks.forward.lease import current
 from ..hooks.managed import weights_of
 from ..hooks.weights.model_parts import in_graphs
 from .chaos import Chaos
-from .levers import levers
 from .movable import movable
+from .sources import sources
 
 if TYPE_CHECKING:
     from ..hooks.managed import Managed
@@ -33,10 +33,10 @@ class PageMoves:
     def __init__(self, managed: Managed, seed: int) -> None:
         self._weights = weights_of(managed)
         device = self._weights.device
-        governor = governors.of(device)
-        self.chaos = Chaos(seed, device.host_pages, device.peer is not None, governor.tuning.chaos)
+        manager = managers.of(device)
+        self.chaos = Chaos(seed, device.host_pages, device.peer is not None, manager.tuning.chaos)
         self._model: weakref.ref[torch.nn.Module] = managed._model
-        self._levers = levers(governor, device, spill=governor.spill)
+        self._sources = sources(manager, device, spill=manager.spill)
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
         self._learning: set[int] = set()  # threads that have run the model with gradients
 
@@ -51,4 +51,4 @@ class PageMoves:
             held = bool(others) and model is not None and in_graphs(model)
             weights = () if held else self._weights.all_ranges()
             self.chaos.act(weights, [movable(pages) for pages in lease.written])
-        self.chaos.pull(self._levers)
+        self.chaos.reclaim(self._sources)

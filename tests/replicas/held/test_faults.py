@@ -19,13 +19,13 @@ import transformers
 import ballonet
 from ballonet.allocator import devices, install, interrupts
 from ballonet.hooks import managed as managing
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.forward import gate, lease
 from ballonet.hooks.replicas import held_layers
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import ranges
-from ballonet.offload.governor import governor
+from ballonet.offload.manager import manager
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.residency import backing, mover, ring
 
@@ -119,7 +119,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 # -- Ctrl-C
 
 LINES = (held_layers, managing, model_residency, arrangement, ranges, ring, mover, backing)
-LOCKS = (interrupts, gate, governor, streamed, lease)
+LOCKS = (interrupts, gate, manager, streamed, lease)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_ctrl_c_at_any_line_leaves_all_valid(
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     device = devices.require()
     with ballonet.manage(model) as it:
-        seat = governors.of(device)._known.clients.of_model(it._residency)
+        seat = managers.of(device)._known.clients.of_model(it._residency)
         held = HeldLayers(it)
         acts: dict[str, Callable[[], object]] = {
             "prepare": lambda: list(held.prepare([0])),

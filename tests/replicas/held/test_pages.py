@@ -15,9 +15,9 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
-from ballonet.hooks.device import governors
+from ballonet.hooks.device import managers
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.offload.policy.reclaim_order import Rung
+from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of, manage
@@ -129,8 +129,8 @@ def test_dropped_layers_stay_dropped_until_they_are_released(
     model: Any, original: Any, clock: Clock, managed: ballonet.Managed, held: HeldLayers
 ) -> None:
     """Whatever is free, and for how long; but a layer of the span that pages were short for comes back as ever."""
-    governor = governors.of(devices.require())
-    governor.link.bandwidth, expected = 1e12, stocks_logits(original)
+    manager = managers.of(devices.require())
+    manager.link.bandwidth, expected = 1e12, stocks_logits(original)
     logits(model)
     held.drop(Span(0, 4))
     settled()
@@ -143,8 +143,8 @@ def test_dropped_layers_stay_dropped_until_they_are_released(
         assert torch.equal(logits(model), expected)
         clock.now += DEFAULT.pages.dwell / 2
     assert managed.report().streamed == held.dropped == (4, 5)
-    assert governor.ladder.revert(Rung.HIDDEN_WEIGHTS, 10**6) == 0
-    assert {candidate.index for candidate in governor.reclaim.candidates()}.isdisjoint({4, 5})
+    assert manager.levels.restore(Level.HIDDEN_WEIGHTS, 10**6) == 0
+    assert {candidate.index for candidate in manager.reclaim.candidates()}.isdisjoint({4, 5})
     host = managed.report().host_pages
     held.release()
     held.release()
@@ -216,7 +216,7 @@ def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: A
                 assert torch.equal(logits(model), expected), (cycle, step)
             if cycle % 3 == 2:
                 list(held.restore(range(LAYERS)))
-                if not managed._weights.on_host():  # chaos pulls levers, too
+                if not managed._weights.on_host():  # chaos pulls sources, too
                     whole += 1
                     assert (settled(), on_host() - managed.report().host_pages) == (here, host), cycle
         assert whole > 2
@@ -227,7 +227,7 @@ def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: A
     assert (settled(), on_host()) == before
 
 
-# Beside another thread, and the ladder
+# Beside another thread, and the reclaim order
 
 
 @pytest.fixture
@@ -271,16 +271,16 @@ def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output,
 @pytest.mark.usefixtures("patient")
 def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Managed) -> None:
     wishes: list[int] = []
-    governor, pages = governors.of(devices.require()), pages_of(managed)
+    manager, pages = managers.of(devices.require()), pages_of(managed)
     held.begin(lambda pages: wishes.append(-pages), bool)
     held.begin(wishes.append, bool)
-    governor.duplicates.request_drop(7)
+    manager.duplicates.request_drop(7)
     assert wishes == [7]
-    assert governor.duplicates.pages == sum(pages) - pages[0] - max(pages)
+    assert manager.duplicates.pages == sum(pages) - pages[0] - max(pages)
     held.drop(Span(0, 1))
-    assert governor.duplicates.pages == 0
+    assert manager.duplicates.pages == 0
     held.close()
-    governor.duplicates.request_drop(7)
+    manager.duplicates.request_drop(7)
     assert wishes == [7]
 
 
@@ -321,7 +321,7 @@ def logits_of(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
+def test_a_drop_is_an_event_of_level_7(held: HeldLayers) -> None:
     def moved(verb: str) -> int:
         counts = devices.of().events.counts().get("duplicates", {})
         return counts[verb].pages if verb in counts else 0
@@ -329,10 +329,10 @@ def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
     def others() -> dict[str, Any]:
         return {name: count for name, count in devices.of().events.counts().items() if "weights" in name}
 
-    before, rest = (moved("pull"), moved("revert")), others()
+    before, rest = (moved("reclaim"), moved("restore")), others()
     freed = held.drop(Span(0, 3))
     home = sum(layer.pages for layer in held.restore([3, 4, 5]))
-    assert (moved("pull") - before[0], moved("revert") - before[1]) == (freed, home)
+    assert (moved("reclaim") - before[0], moved("restore") - before[1]) == (freed, home)
     assert others() == rest
 
 

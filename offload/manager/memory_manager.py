@@ -1,11 +1,11 @@
-"""The governor of a device: asked before each iteration what a model streams in it, it knows all models and KV caches
+"""The manager of a device: asked before each iteration what a model streams in it, it knows all models and KV caches
 of the device and the link (overview.py), and tells the native core what may be taken until somebody asks again
-(Select-N §4.5, Oneiros §5.5). In which order is the ladder's (reclaim_order.py).
+(Select-N §4.5, Oneiros §5.5). In which order is the reclaim order's (reclaim_order.py).
 
 Note [Who asks when]
     A model asks `before` each outermost forward, on the thread that runs it, and arranges what it is told within
     `changing`. Nothing else changes what a model streams, but for the core, which takes layers from the published list
-    when pages run out; the governor hears of that the next time anyone asks. While nothing has happened an answer is
+    when pages run out; the manager hears of that the next time anyone asks. While nothing has happened an answer is
     looked up: by phase and by powers of two of batch and length, as in the performance record.
     A KV cache says when it offers something else (`client_changed`), and while pages of it are on the host it asks in
     each iteration how many it may bring back (`restorable_pages`).
@@ -50,7 +50,7 @@ from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
 from .overview import Overview
-from .reclaim import LadderPulls, ModelChange, ReclaimList, Repayment
+from .reclaim import ModelChange, ReclaimLevels, ReclaimList, Repayment
 
 
 class Standing(NamedTuple):
@@ -62,7 +62,7 @@ class Standing(NamedTuple):
     active: bool
 
 
-class Governor:
+class MemoryManager:
     """Thread-safe."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Governor:
         self.link: Final = known.link
         self.reclaim: Final = ReclaimList(known)
         self.repayment: Final = Repayment(known, self.reclaim)
-        self.ladder: Final = LadderPulls(known, self.reclaim)
+        self.levels: Final = ReclaimLevels(known, self.reclaim)
         self.duplicates: Final = known.duplicates
         self._known = known
 

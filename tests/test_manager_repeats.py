@@ -1,4 +1,4 @@
-"""While nothing has happened a model is told the same again, and whatever may change that is noticed: the governor that
+"""While nothing has happened a model is told the same again, and whatever may change that is noticed: the manager that
 does so beside one that looks at everything each time."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .governed import LINK, FakeCache, FakeDevice, FakeModel, governed
@@ -22,24 +22,24 @@ MODELS: tuple[dict[str, Any], ...] = ({}, {"tpot": 0.06}, {"priority": 1, "floor
 
 
 class World:
-    """A device with models and caches. `repeats`: may its governor tell a model the same again?"""
+    """A device with models and caches. `repeats`: may its manager tell a model the same again?"""
 
     def __init__(self, pages: int, models: int, repeats: bool) -> None:
         self.device: FakeDevice
-        self.governor: Governor
+        self.manager: MemoryManager
         self.clock: Clock
         self.models: list[FakeModel]
-        self.device, self.governor, self.clock, self.models = governed(pages, *MODELS[:models])
+        self.device, self.manager, self.clock, self.models = governed(pages, *MODELS[:models])
         self.caches: list[FakeCache] = []
         self.repeated = 0
-        asked = self.governor._known.repeated
+        asked = self.manager._known.repeated
 
         def count(*given: Any) -> Any:
             answer = asked(*given) if repeats else None
             self.repeated += answer is not None
             return answer
 
-        self.governor._known.repeated = count  # type: ignore[method-assign]
+        self.manager._known.repeated = count  # type: ignore[method-assign]
 
     def step(self, which: int, phase: Literal["decode", "prefill"], batch: int, length: int, cache: int) -> object:
         model = self.models[which % len(self.models)]
@@ -47,7 +47,7 @@ class World:
             return None
         model.running = True
         try:
-            decision = model.step(self.governor, phase, batch, length)
+            decision = model.step(self.manager, phase, batch, length)
             if self.caches and cache >= 0:
                 self.caches[cache % len(self.caches)].step(cache % 2)
             return decision
@@ -79,7 +79,7 @@ class World:
         self.clock.now += seconds
 
     def cache(self) -> None:
-        self.caches.append(FakeCache(self.device, self.governor, self.clock, f"cache {len(self.caches)}"))
+        self.caches.append(FakeCache(self.device, self.manager, self.clock, f"cache {len(self.caches)}"))
 
     def drop(self, cache: int, pages: int) -> None:
         if self.caches:
@@ -89,7 +89,7 @@ class World:
         if self.caches:
             its = self.caches[cache % len(self.caches)]
             its.only_cached = kept
-            self.governor.client_changed(its.number)
+            self.manager.client_changed(its.number)
 
     def lose(self, cache: int, late: bool) -> None:
         """The model is collected. `late`: while somebody holds the lock."""
@@ -99,9 +99,9 @@ class World:
             self.device.listed = [entry for entry in self.device.listed if entry[1] is not its]
             if late:
                 self.device.kv += its.device_pages  # which another one has by now
-                self.governor._known.clients.client_left(its.number)
+                self.manager._known.clients.client_left(its.number)
             else:
-                self.governor.remove_client(its.number)
+                self.manager.remove_client(its.number)
 
     def take(self) -> None:
         """Somebody else takes what is first on the list, and uses it."""
@@ -115,7 +115,7 @@ class World:
             self.device.kv += pages
 
     def copies(self) -> None:
-        self.governor.copies_changed()
+        self.manager.copies_changed()
 
     def others(self, pages: int) -> None:
         """Somebody else takes pages, of what is listed too, or gives them back."""
@@ -131,33 +131,33 @@ class World:
         self.device.page_request = pages
 
     def traffic(self, rate: int) -> None:
-        self.governor.link.set_traffic(rate * LINK / 16)
+        self.manager.link.set_traffic(rate * LINK / 16)
 
     def seconds(self, which: int, decode: float) -> None:
         model = self.models[which % len(self.models)]
         model.times["decode"] = decode
-        self.governor.changed(model)
+        self.manager.changed(model)
 
     def wanted(self, which: int, now: bool) -> None:
         model = self.models[which % len(self.models)]
         model.wanted = math.inf if now else self.clock.now
-        self.governor.changed(model)
+        self.manager.changed(model)
 
     def remove(self, which: int) -> None:
         model = self.models[which % len(self.models)]
         if model in self.device.models and len(self.device.models) > 1:
-            self.governor.remove(model)
+            self.manager.remove(model)
             self.device.models.remove(model)
 
     def add(self, which: int) -> None:
         model = self.models[which % len(self.models)]
         if model not in self.device.models and self.device.free >= model.device_pages:
             self.device.models.append(model)
-            self.governor.add(model)
+            self.manager.add(model)
 
     def seen(self) -> object:
-        """All that the governor decides, and whatever it is decided by the next time."""
-        device, known = self.device, self.governor._known
+        """All that the manager decides, and whatever it is decided by the next time."""
+        device, known = self.device, self.manager._known
         return (
             device.free,
             device.trace,
@@ -167,8 +167,8 @@ class World:
             [(state.used, state.waking, state.point, state.passes, state.grant) for state in known.clients.models],
             [(cache.pages, cache.away, cache.clean, cache.asked_to_copy, cache.gave_buffers) for cache in self.caches],
             [(state.used, state.restorable, state.activity.at) for state, _ in known.clients.paged],
-            (self.governor.pages.short, self.governor.pages.scarce, self.governor.pages._calm),
-            (known.lending.due_at, [self.governor.repayment.lending_of(model) for model in device.models]),
+            (self.manager.pages.short, self.manager.pages.scarce, self.manager.pages._calm),
+            (known.lending.due_at, [self.manager.repayment.lending_of(model) for model in device.models]),
         )
 
 

@@ -1,13 +1,13 @@
-"""The governor's state: a device's models, other clients, pages and links, kept up to date.
+"""The manager's state: a device's models, other clients, pages and links, kept up to date.
 
-`Duplicates` is rung 7 of the ladder: layers that other replicas of a model hold as well, which could be dropped
+`Duplicates` is level 7 of the reclaim order: layers that other replicas of a model hold as well, which could be dropped
 (KunServe §4.1).
 
 Note [A request, and a plan]
     To drop layers takes the consent of the controller of the replicas: it knows who else holds them, and whether that
     would help at all. So no duplicated layer is on the list that the core takes from. A caller that goes down the
-    ladder and finds too little up to rung 6 notes here how many pages are lacking; that is posted as a request, once no
-    lock is held, and frees nothing by itself. The controller's decision comes later, as a plan
+    reclaim order and finds too little up to level 6 notes here how many pages are lacking; that is posted as a request,
+    once no lock is held, and frees nothing by itself. The controller's decision comes later, as a plan
     (hooks/replicas/held_layers.py).
 
 Note [Locks]
@@ -26,7 +26,7 @@ from typing import Final
 from ...allocator.events import Events
 from ..policy.coordinator import RunningShares
 from ..policy.lending import Lending
-from ..policy.reclaim_order import Candidate, Rung
+from ..policy.reclaim_order import Candidate, Level
 from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Progress
@@ -77,13 +77,13 @@ class Duplicates:
         return self._lacking
 
     def note_shortage(self, pages: int) -> None:
-        """Notes that so many pages were not found up to rung 6. Callers may hold a lock: `post` comes later."""
+        """Notes that so many pages were not found up to level 6. Callers may hold a lock: `post` comes later."""
         if pages > 0 and self._known:
             with self._lock:
                 self._lacking += pages
 
     def post(self) -> None:
-        """Requests the pages noted as short, if any. The caller holds no lock of the governor's."""
+        """Requests the pages noted as short, if any. The caller holds no lock of the manager's."""
         if not self._lacking:
             return
         with self._lock:
@@ -107,7 +107,7 @@ class Overview:
         tuning: Tuning,
         window: float,
     ) -> None:
-        """The parameters are those of Governor."""
+        """The parameters are those of MemoryManager."""
         self.device: Final = device
         self.tuning: Final = tuning
         self.clock: Final = around.clock
@@ -164,7 +164,7 @@ class Overview:
     def _apply_taken(self, taken: Sequence[tuple[int, int, int]]) -> None:
         for _, key, pages in taken:
             self.clients.took(*divmod(key, KEYS_PER_CLIENT))
-            if self.list.comes_after(key, Rung.DUPLICATES):
+            if self.list.comes_after(key, Level.DUPLICATES):
                 self.duplicates.note_shortage(pages)
         self.events.hear()
         self._waited = True
@@ -176,7 +176,7 @@ class Overview:
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
         """Returns the model's last decision at the beginning of an iteration, where all that it depends on is
-        unchanged; else None, with nothing noted. See governor.py, Note [The same answer]. KeyError."""
+        unchanged; else None, with nothing noted. See memory_manager.py, Note [The same answer]. KeyError."""
         state = self.clients.by_model[id(model)]
         last, (phase, batch, length) = state.point, point
         if (
@@ -223,9 +223,9 @@ class Overview:
         return free
 
     def _note_refusals(self) -> None:
-        """Notes the pages that operators could not have although the core went down the whole ladder."""
+        """Notes the pages that operators could not have although the core went down the whole reclaim order."""
         self.events.hear()
-        refused = self.events.counts().get(Rung.REFUSE.label, {}).get("pull")
+        refused = self.events.counts().get(Level.REFUSE.label, {}).get("reclaim")
         pages = 0 if refused is None else refused.pages
         if self._refused is not None:
             self.duplicates.note_shortage(pages - self._refused)

@@ -1,6 +1,5 @@
-"""What of a device's models and caches may be taken, in the order of the ladder, and which of them get spare pages
-back. Numbers in, candidates, plans and pages out.
-"""
+"""What of a device's models and caches may be taken, in the reclaim order, and what gets spare pages back. Numbers in,
+candidates, plans and pages out."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import NamedTuple
 
 from ..policy.plan import Plan
 from ..policy.reclaim_order import Absent, Candidate, above_floors, claimed, restore_order
-from ..policy.remap import Model, by_rung, of_layer, revert
+from ..policy.remap import Model, by_level, of_layer, restore
 from .client import INDICES_PER_SPLIT
 from .clients import Held
 from .decision import Situation
@@ -27,8 +26,8 @@ def of_models(now: Situation) -> Iterator[Candidate]:
     """Layers, in the order of remap.py."""
     states = {state.name: state for state in now.states if state.auto and not state.held}
     gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
-    for rung, model, layer in by_rung([now.model(state) for state in states.values()], gone):
-        yield of_layer(rung, model, layer, states[model.name].number)
+    for level, model, layer in by_level([now.model(state) for state in states.values()], gone):
+        yield of_layer(level, model, layer, states[model.name].number)
 
 
 def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
@@ -38,14 +37,14 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
         number, owner = held.state.number, held.state.model
         for offer in held.offers:
             active = held.active and not offer.resting
-            rung = offer.in_use if active else offer.idle
+            level = offer.in_use if active else offer.idle
             recency = float(number) if active else held.used
             once = 0.0 if offer.clean else offer.pages * seconds
             lost = offer.readers * seconds if active else 0.0
             priority = priorities.get(owner, 0)
             divisible = INDICES_PER_SPLIT if offer.divisible else 0
             yield Candidate(
-                rung, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
+                level, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
             )
 
 
@@ -104,7 +103,7 @@ def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: boo
             break
         if missing.client in states:
             model = states[missing.client]
-            plan = revert(model, spare)
+            plan = restore(model, spare)
             if plan is not None:
                 plans[missing.client] = plan
                 spare += model.plan.device_pages - plan.device_pages

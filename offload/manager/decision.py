@@ -199,7 +199,7 @@ def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
 
 def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     """Returns why a model cannot join those that are there, should they all decode; None where it can. See
-    Governor.admit."""
+    MemoryManager.admit."""
     assert now.bandwidth is not None
     now.active = frozenset(state.number for state in now.states)
     taken = any(state.name == model.name for state in now.states)
@@ -355,7 +355,7 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
 
 def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
-    `revert` gives layers back in time; to do so at once would flap with the batch."""
+    `restore` gives layers back in time; to do so at once would flap with the batch."""
     standing = now.standing(state)
     models = [now.model(member) for member in now.states if member is state or (member.auto and not member.held)]
     change = activate(models, state.name, now.spare)

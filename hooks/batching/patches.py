@@ -22,8 +22,8 @@ from torch import nn
 
 from ...allocator.interrupts import Finalizer
 from ...allocator.notices import warn
-from ...allocator.patches import Seam, Undo
-from ..device import governors
+from ...allocator.patches import SharedPatch, Undo
+from ..device import managers
 from .batched import Batched
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _replace() -> Iterator[Undo]:
         _thread.way = way = choose_way(config, settings, kwargs["device"], dtype, find_head_dim(config))
         if way is not None:  # only now: each layer of each token of `generate()` would pay for it, too
             _attached.also("sdpa", lambda: _put(functions, "sdpa", attending(functions["sdpa"])))
-        tuning = governors.of(model.device).tuning.serving
+        tuning = managers.of(model.device).tuning.serving
         make = functools.partial(ElasticPagedCache, model=model, way=way, tuning=tuning, **kwargs)
         with torch.inference_mode(False):  # the loop runs in its caller's mode, and the next one may be another's
             return make() if model.loop_caches is None else model.loop_caches.take(settings, dtype, way, make)
@@ -181,7 +181,7 @@ def _replace() -> Iterator[Undo]:
         def make(cache: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
-            tuning = cache.pages.client.governor.tuning.serving
+            tuning = cache.pages.client.manager.tuning.serving
             now, most = functools.partial(memory_of, cache.pages), functools.partial(most_of, cache.pages)
             others, memory = functools.partial(others_run, cache.model), RequestMemory(cache, now, most, tuning)
             return elastic(cache, *args, memory=memory, others=others, tuning=tuning, **kwargs)
@@ -232,7 +232,7 @@ def _put(owner: Any, name: str, mine: object) -> Undo:
     return put_back
 
 
-_attached: Final = Seam[Batched](_replace)  # by the id of a live model
+_attached: Final = SharedPatch[Batched](_replace)  # by the id of a live model
 
 
 def _detach(key: int) -> None:

@@ -54,7 +54,7 @@ class StreamMark:
 
 class Progress:
     """The progress of a device, on the host's clock. `marks`: None where an operator is complete when it returns.
-    `end` may be called on any thread, at any moment; callers of the others hold the governor's lock."""
+    `end` may be called on any thread, at any moment; callers of the others hold the manager's lock."""
 
     def __init__(self, marks: StreamMarks | None, clock: Callable[[], float]) -> None:
         """`clock`: seconds."""
@@ -99,7 +99,7 @@ class Progress:
 
 class Activity:
     """When a client was in use last. `ended` may be called on any thread, at any moment; callers of the others hold the
-    governor's lock."""
+    manager's lock."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         """`progress`: of the device; None for a client that never runs."""

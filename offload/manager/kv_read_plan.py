@@ -245,7 +245,7 @@ class KVReadPlan:
         elif self._computes is None or seconds > copying:
             self._computes = seconds
 
-    # -- for the governor
+    # -- for the manager
 
     def give_if_unused(self) -> None:
         """Gives the slots back, unless the cache is leased."""

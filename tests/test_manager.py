@@ -1,4 +1,4 @@
-"""Whose layers are taken and when they come back (Oneiros): the governor with a device and models that are made up."""
+"""Whose layers are taken and when they come back (Oneiros): the manager with a device and models that are made up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, smallest, spread, streaming
-from ballonet.offload.policy.reclaim_order import Rung
+from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.policy.remap import Model, cap, listing, nested, reclaimable
 from ballonet.offload.policy.schedule import gaps
 from ballonet.offload.policy.tuning import DEFAULT
@@ -68,11 +68,11 @@ def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: l
 
 def test_no_layer_is_taken_while_pages_are_free() -> None:
     """Oneiros, when: on exhaustion, not before."""
-    device, governor, _, (a, b) = governed(120, {}, {})
+    device, manager, _, (a, b) = governed(120, {}, {})
     for _ in range(4):
-        assert a.step(governor, kv=10).plan == Plan(EQUAL)
+        assert a.step(manager, kv=10).plan == Plan(EQUAL)
     assert (device.free, device.trace) == (0, [])
-    a.step(governor, kv=1)
+    a.step(manager, kv=1)
     assert device.trace == [("b", 0)], "the idle model, one layer"
     assert a.plan == Plan(EQUAL)
     assert b.plan == Plan(EQUAL), "it learns of it when it runs"
@@ -86,7 +86,7 @@ def test_no_layer_is_taken_while_pages_are_free() -> None:
 def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_theirs(
     steps: list[tuple[str, Any, int]],
 ) -> None:
-    device, governor, clock, them = governed(140, {}, {"priority": 1}, {"decode": 0.005, "prefill": 0.1})
+    device, manager, clock, them = governed(140, {}, {"priority": 1}, {"decode": 0.005, "prefill": 0.1})
     most = 0  # pages of KV that there were at any time, or that somebody asked for
     for name, phase, kv in steps:
         clock.now += 0.4
@@ -95,7 +95,7 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
         free, taken, here = device.free, len(device.trace), model.device_pages
         most = max(most, device.kv + kv)
         try:
-            decision = model.step(governor, phase, kv=kv)
+            decision = model.step(manager, phase, kv=kv)
         except MemoryError:
             assert device.free < kv
             assert device.free + sum(client.plan.pages[layer] for _, client, ((_, layer, *_),) in device.listed) < kv
@@ -119,73 +119,73 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
 
 def test_idle_models_give_first_each_until_its_cap_then_the_one_that_runs() -> None:
     """Oneiros, which model (Figure 7): A runs, B and C wait, C has the lowest priority."""
-    device, governor, _, (a, b, c) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
-    a.step(governor)
+    device, manager, _, (a, b, c) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
+    a.step(manager)
     for _ in range(65):
-        a.step(governor, kv=1)
+        a.step(manager, kv=1)
     assert trace(device) == ["c"] * 5 + ["b"] * 5 + ["a"] * 3, "one less than the cap of six, or four: the slot"
-    a.step(governor)
+    a.step(manager)
     assert len(a.plan.streamed) == 4 == cap(Costs(EQUAL, 0.02, 0.001))
     for client in (b, c):
-        client.step(governor, "prefill")
+        client.step(manager, "prefill")
         assert client.plan == streaming(EQUAL, spread(EQUAL, 6), 1), "uniform, and through one slot"
         assert client.gone == set()
 
 
 def test_beyond_the_caps_layers_go_before_anything_is_refused() -> None:
     """Layers of idle models go first, of one priority; and layers come back as pages do, one by one."""
-    device, governor, clock, (a, *_) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
+    device, manager, clock, (a, *_) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
     for _ in range(105):
-        a.step(governor, kv=1)
+        a.step(manager, kv=1)
     assert trace(device)[13:] == ["c"] * 2 + ["a"] * 4 + ["b"] * 2
     with pytest.raises(MemoryError):
-        a.step(governor, kv=1)
-    a.step(governor)
+        a.step(manager, kv=1)
+    a.step(manager)
     assert a.plan == streaming(EQUAL, range(8), 1)
     device.kv -= 20
     for _ in range(30):
         clock.now += 1.0
-        a.step(governor)
+        a.step(manager)
     assert 4 < len(a.plan.streamed) < 8, "not as few as its cap says, but fewer"
 
 
 def test_of_equals_the_one_used_last_gives_first() -> None:
     """Oneiros, which model: most recently used, of those that are idle."""
-    device, governor, clock, them = governed(160, {}, {}, {}, {})
+    device, manager, clock, them = governed(160, {}, {}, {}, {})
     for client in (them[2], them[0], them[1]):
-        client.step(governor)
+        client.step(manager)
         clock.now += 2 * PAGES.idle
-    them[3].step(governor, kv=11)
+    them[3].step(manager, kv=11)
     assert trace(device) == ["b"] * 3
     clock.now += 2 * PAGES.idle
-    them[1].step(governor, kv=1)
-    them[1].step(governor, kv=15)
+    them[1].step(manager, kv=1)
+    them[1].step(manager, kv=15)
     assert trace(device)[3:] == ["d"] * 3, "now that one"
 
 
 def test_used_last_is_what_ended_last() -> None:
     """An iteration may take long."""
-    device, governor, clock, (a, b, c) = governed(120, {}, {}, {})
+    device, manager, clock, (a, b, c) = governed(120, {}, {}, {})
     a.running = True
-    governor.before(a, Point("prefill", 1, 8))
+    manager.before(a, Point("prefill", 1, 8))
     clock.now += PAGES.idle
-    b.step(governor)
+    b.step(manager)
     clock.now += PAGES.idle
-    assert c.step(governor).plan == Plan(EQUAL)
+    assert c.step(manager).plan == Plan(EQUAL)
     assert keys(device)[0][0] == "b", "the other runs"
-    governor.after(a)
+    manager.after(a)
     a.running = False
     clock.now += 2 * PAGES.idle
-    c.step(governor, kv=1)
+    c.step(manager, kv=1)
     assert trace(device) == ["a"]
 
 
 def test_models_that_all_run_give_in_turns() -> None:
     """Oneiros, which model: in spatial sharing each gives."""
-    device, governor, _, them = governed(80, {}, {})
+    device, manager, _, them = governed(80, {}, {})
     for kv in (0, 3, 3, 3, 3):
         for client in them:
-            client.step(governor, kv=kv)
+            client.step(manager, kv=kv)
     assert trace(device) == ["a", "b", "a", "b", "a"]
     assert [client.device_pages for client in them] == [25, 30]
 
@@ -195,12 +195,12 @@ def test_models_that_all_run_give_in_turns() -> None:
 
 def test_layers_taken_are_arranged_before_the_next_iteration() -> None:
     """Oneiros, which layers: ⌊j·n/m⌋ again, whatever the core took; and no page beside those."""
-    _device, governor, _, (a,) = governed(40, {"pages": (1,) * 32, "decode": 0.004})
+    _device, manager, _, (a,) = governed(40, {"pages": (1,) * 32, "decode": 0.004})
     for _ in range(8):
-        a.step(governor, kv=1)
+        a.step(manager, kv=1)
     before = a.device_pages
-    a.step(governor, kv=3)
-    a.step(governor)
+    a.step(manager, kv=3)
+    a.step(manager)
     assert a.device_pages == before - 3 == a.plan.device_pages
     assert a.plan == fewest((1,) * 32, 29, Fraction(8))
     assert a.plan.streamed == spread((1,) * 32, len(a.plan.streamed))
@@ -212,33 +212,33 @@ def test_layers_taken_are_arranged_before_the_next_iteration() -> None:
 
 def test_pages_that_were_short_in_between_are_not_to_spare() -> None:
     """However many are free whenever it is looked: layers would come back to be taken again."""
-    device, governor, clock, (a, b) = governed(120, {}, {})
+    device, manager, clock, (a, b) = governed(120, {}, {})
     for more in range(5):
         clock.now += 0.6 * PAGES.dwell
-        b.step(governor, "prefill")
+        b.step(manager, "prefill")
         assert b.device_pages == 40 - 5 * more
         clock.now += PAGES.idle
-        a.step(governor, kv=45 + 5 * more)
+        a.step(manager, kv=45 + 5 * more)
         device.kv = 0
     assert trace(device) == ["b"] * 5
     clock.now += 0.6 * PAGES.dwell
-    b.step(governor, "prefill")
+    b.step(manager, "prefill")
     assert b.device_pages == 15
     for _ in range(2):
         clock.now += 1.2 * PAGES.dwell
-        b.step(governor, "prefill")
+        b.step(manager, "prefill")
     assert b.device_pages > 15
 
 
 def test_layers_given_back_leave_room_for_the_next_tokens() -> None:
-    device, governor, clock, (a,) = governed(64, {"pages": (8,) * 8, "decode": 1.0})
-    a.step(governor, kv=16)
-    a.step(governor)
+    device, manager, clock, (a,) = governed(64, {"pages": (8,) * 8, "decode": 1.0})
+    a.step(manager, kv=16)
+    a.step(manager)
     assert a.device_pages == 48
     device.kv = 0
     for _ in range(40):
         clock.now += 1.0
-        a.step(governor)
+        a.step(manager)
     assert device.free >= 64 // PAGES.spare > 0
     assert a.device_pages == 56, "whole layers"
     assert a.decisions[-1].plan == a.plan
@@ -247,15 +247,15 @@ def test_layers_given_back_leave_room_for_the_next_tokens() -> None:
 def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
     """The model's plan is kept for it, but not its pages."""
     for still_there in (True, False):
-        device, governor, clock, (a, b) = governed(80, {}, {})
-        a.step(governor, kv=20)
+        device, manager, clock, (a, b) = governed(80, {}, {})
+        a.step(manager, kv=20)
         assert trace(device) == ["b"] * 4
         device.kv = 0
         for _ in range(30):
             clock.now += 1.0
-            a.step(governor)
+            a.step(manager)
         device.kv = 0 if still_there else 18
-        b.step(governor, "prefill")
+        b.step(manager, "prefill")
         assert (b.plan.device_pages > 20) == still_there
         assert len(device.trace) == 4, "nobody else gave for that"
 
@@ -266,49 +266,49 @@ def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
 def test_a_model_that_runs_again_drops_to_its_decode_cap_before_it_decodes() -> None:
     """Oneiros, how many: under the prefill cap while it waits and prefills, under that of decoding from then on. Others
     give what that takes."""
-    device, governor, clock, (a, b, _c) = governed(120, {}, {"priority": -1}, {"priority": 1})
-    a.step(governor, kv=25)
+    device, manager, clock, (a, b, _c) = governed(120, {}, {"priority": -1}, {"priority": 1})
+    a.step(manager, kv=25)
     clock.now += 2 * PAGES.idle
     assert trace(device) == ["b"] * 5
-    assert b.step(governor, "prefill").plan == streaming(EQUAL, spread(EQUAL, 6), 1)
+    assert b.step(manager, "prefill").plan == streaming(EQUAL, spread(EQUAL, 6), 1)
     loaded = b.loaded
-    again = b.step(governor, "decode")
+    again = b.step(manager, "decode")
     assert len(again.plan.streamed) == 4
     assert "decodes" in again.why
     assert b.loaded > loaded
     assert set(trace(device)[5:]) == {"a"}, "it was used last of those that are idle and not as important as c"
-    assert b.step(governor, "decode").plan == again.plan
+    assert b.step(manager, "decode").plan == again.plan
     assert "decodes" not in b.decisions[-1].why
 
 
 def test_where_nobody_gives_it_streams_more_than_hides_and_says_so() -> None:
-    device, governor, clock, (a, b) = governed(80, {"interval": None}, {})
-    a.step(governor, kv=25)
+    device, manager, clock, (a, b) = governed(80, {"interval": None}, {})
+    a.step(manager, kv=25)
     assert trace(device) == ["b"] * 5
-    b.step(governor, "prefill")
+    b.step(manager, "prefill")
     assert len(b.plan.streamed) == 6
-    before, late = b.plan, b.step(governor, "decode")
+    before, late = b.plan, b.step(manager, "decode")
     costs = Costs(EQUAL, 0.02, 0.001)
     assert late.plan.device_pages <= before.device_pages
     assert costs.of(late.plan) < costs.of(before), "the best for the pages that it has"
     assert "missing" in late.why
     device.kv -= 7
     clock.now += 2 * PAGES.idle
-    b.step(governor, "prefill")
-    assert b.step(governor, "decode").plan.device_pages == 20, "with the pages there are"
+    b.step(manager, "prefill")
+    assert b.step(manager, "decode").plan.device_pages == 20, "with the pages there are"
 
 
 def test_a_cap_that_falls_while_a_model_runs_takes_nothing_back_at_once() -> None:
     """Or batches of many sequences and of one, in turns, would flap."""
-    _device, governor, clock, (a,) = governed(40, {})
+    _device, manager, clock, (a,) = governed(40, {})
     a.times["decode"] = 0.03
-    a.step(governor, batch=8, kv=25)
-    a.step(governor, batch=8)
+    a.step(manager, batch=8, kv=25)
+    a.step(manager, batch=8)
     assert len(a.plan.streamed) == 6
     a.times["decode"] = 0.01
     for turn in range(6):
         clock.now += 0.1
-        assert a.step(governor, batch=1 + turn % 2).plan == a.plan
+        assert a.step(manager, batch=1 + turn % 2).plan == a.plan
     assert a.loaded == 0
 
 
@@ -317,16 +317,16 @@ def test_a_cap_that_falls_while_a_model_runs_takes_nothing_back_at_once() -> Non
 
 def test_an_interval_that_was_given_stays_and_gives_nothing() -> None:
     pages = at_interval(EQUAL, 4)
-    device, governor, _, (a, b, c) = governed(
+    device, manager, _, (a, b, c) = governed(
         115, {"interval": 4, "plan": pages}, {"interval": None}, {"interval": 1, "plan": at_interval(EQUAL, 1)}
     )
     for phase in ("prefill", "decode"):
-        assert a.step(governor, phase).plan == pages  # type: ignore[arg-type]
-        assert b.step(governor, phase).plan == Plan(EQUAL)  # type: ignore[arg-type]
+        assert a.step(manager, phase).plan == pages  # type: ignore[arg-type]
+        assert b.step(manager, phase).plan == Plan(EQUAL)  # type: ignore[arg-type]
     assert a.decisions[-1].interval == 4
     assert device.listed == []
     with pytest.raises(MemoryError):
-        c.step(governor, kv=device.free + 1)
+        c.step(manager, kv=device.free + 1)
     assert device.trace == []
 
 
@@ -334,31 +334,31 @@ def test_without_an_slo_it_streams_what_memory_demands() -> None:
     """More than hides, and it is not asked for more than that; what it came with it may stream again."""
     plan = fewest(EQUAL, 10, Fraction(2))
     assert plan is not None
-    device, governor, clock, (a,) = governed(20, {"plan": plan})
+    device, manager, clock, (a,) = governed(20, {"plan": plan})
     assert len(plan.streamed) == 8 > cap(Costs(EQUAL, 0.02, 0.001)) == 4
-    decision = a.step(governor, kv=10)
+    decision = a.step(manager, kv=10)
     assert (decision.plan, decision.why) == (plan, "memory demands it")
     with pytest.raises(MemoryError):
-        a.step(governor, kv=1)
+        a.step(manager, kv=1)
     device.kv = 0
     for _ in range(30):
         clock.now += 1.0
-        a.step(governor)
+        a.step(manager)
     assert a.device_pages == 15, "there was room for one layer more"
-    a.step(governor, kv=10)
-    assert a.step(governor).plan == plan
+    a.step(manager, kv=10)
+    assert a.step(manager).plan == plan
 
 
 @pytest.mark.parametrize(("seconds", "bandwidth"), [(None, LINK), (0.02, None), (None, None)])
 def test_where_nothing_was_measured_it_assumes_and_says_so(seconds: float | None, bandwidth: float | None) -> None:
-    device, governor, _, (a, b) = governed(
+    device, manager, _, (a, b) = governed(
         80, {"decode": seconds, "prefill": seconds}, {"decode": seconds, "prefill": seconds}, bandwidth=bandwidth
     )
-    a.step(governor, kv=5)
-    a.step(governor, kv=5)
-    assert {candidate.rung for candidate in governor.reclaim.candidates()} == {Rung.LAST_WEIGHTS}
-    b.step(governor, "prefill")
-    a.step(governor)
+    a.step(manager, kv=5)
+    a.step(manager, kv=5)
+    assert {candidate.level for candidate in manager.reclaim.candidates()} == {Level.LAST_WEIGHTS}
+    b.step(manager, "prefill")
+    a.step(manager)
     for client in (a, b):
         assert len(client.plan.streamed) == 2
         assert client.decisions[-1].seconds is None

@@ -1,6 +1,6 @@
-"""What changes who has pages: the reclaim list is made and published (`ReclaimList`), rungs of the ladder are pulled
-and reverted on request (`LadderPulls`), models take back what they lent (`Repayment`), a model's plan changes
-(`ModelChange`).
+"""What changes who has pages: the reclaim list is made and published (`ReclaimList`), levels of the reclaim order are
+reclaimed and restored on request (`ReclaimLevels`), models take back what they lent (`Repayment`), a model's plan
+changes (`ModelChange`).
 
 Note [What is prepared]
     The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it
@@ -15,7 +15,7 @@ Note [The fate of what was borrowed]
     2   prefixes of which only the device has the bytes: their keys are forgotten first, from the tail, and then their
         pages go back, a sequence at a time, however many they are (store.py).
     3   what is left is due yet. It is in the reclaim list before everything but clean prefixes and what costs nothing
-        (Rung.LEND), so that the core takes it the moment that the worker finds no page; what a thread leases is
+        (Level.LEND), so that the core takes it the moment that the worker finds no page; what a thread leases is
         requested of it, and given at its next layer boundary, as ever.
 
 Note [When]
@@ -35,7 +35,7 @@ from ...allocator.interrupts import Guarded, guarded
 from ..policy.kv_pages import Near, lacking, leaving
 from ..policy.lending import Lent
 from ..policy.plan import Plan
-from ..policy.reclaim_order import OF_LAYERS, Candidate, Rung
+from ..policy.reclaim_order import OF_LAYERS, Candidate, Level
 from ..policy.remap import cap
 from .candidates import plan_restore, to_clean
 from .client import KEYS_PER_CLIENT, ModelClient, PageClient
@@ -54,7 +54,7 @@ class Offered(NamedTuple):
 
 
 class ReclaimList:
-    """Makes and publishes the list. Thread-safe; callers do not hold the governor's lock. See overview.py, Note
+    """Makes and publishes the list. Thread-safe; callers do not hold the manager's lock. See overview.py, Note
     [Locks]."""
 
     def __init__(self, known: Overview) -> None:
@@ -151,20 +151,20 @@ class ReclaimList:
         return [(caches[number], pages) for number, pages in leaving(near, wanted).items()]
 
 
-class LadderPulls:
-    """Thread-safe; nobody who calls holds the governor's lock."""
+class ReclaimLevels:
+    """Thread-safe; nobody who calls holds the manager's lock."""
 
     def __init__(self, known: Overview, reclaim: ReclaimList) -> None:
         self._known = known
         self._reclaim = reclaim
 
-    def pull(self, rung: Rung, pages: int) -> int:
-        """Takes so many device pages of a rung of the list, those first that are first, as far as this thread may; how
+    def reclaim(self, level: Level, pages: int) -> int:
+        """Takes so many device pages of a level of the list, those first that are first, as far as this thread may; how
         many. DriverError."""
         self._reclaim.publish_now()
         keys, left = [], pages
         for candidate in self._reclaim.candidates():
-            if left > 0 and candidate.rung is rung:
+            if left > 0 and candidate.level is level:
                 keys.append(candidate.client * KEYS_PER_CLIENT + candidate.index)
                 left -= candidate.pages
         return self._known.device.take(keys, pages) if keys else 0
@@ -181,23 +181,23 @@ class LadderPulls:
 
         return guarded(begin, lambda failed: None)
 
-    def make_room(self, pages: int, last: Rung) -> None:
-        """Has so many device pages given by the rungs of the list up to the last, or as many as they have.
+    def make_room(self, pages: int, last: Level) -> None:
+        """Has so many device pages given by the levels of the list up to the last, or as many as they have.
         DriverError."""
         self._reclaim.publish_now()
-        wished = last < Rung.DUPLICATES
+        wished = last < Level.DUPLICATES
         for candidate in self._reclaim.candidates():
-            if pages > 0 and candidate.rung <= last:
-                if candidate.rung > Rung.DUPLICATES and not wished:
+            if pages > 0 and candidate.level <= last:
+                if candidate.level > Level.DUPLICATES and not wished:
                     wished = True
                     self._known.duplicates.request_drop(pages)
                 pages -= self._known.device.take([candidate.client * KEYS_PER_CLIENT + candidate.index])
         if pages > 0 and not wished:
             self._known.duplicates.request_drop(pages)
 
-    def revert(self, rung: Rung, pages: int) -> int:
-        """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
-        layers = rung in OF_LAYERS
+    def restore(self, level: Level, pages: int) -> int:
+        """Up to so many free pages go back to those who gave of this level, without a dwell; how many will."""
+        layers = level in OF_LAYERS
         with self._known.lock:
             self._known.drain_core_events()
             now = self._known.clock()
@@ -272,7 +272,7 @@ class Repayment:
         uses = self._known.clients.uses(now)
         for use, pages in self._known.lending.look(uses, now, self._known.pages.total):
             if pages < 0:
-                self._known.events.decided(Rung.LEND.label, "revert", -pages, what=use.name, by="ballonet")
+                self._known.events.decided(Level.LEND.label, "restore", -pages, what=use.name, by="ballonet")
         return self._known.lending.due(uses, self._known.pages.unused, self._known.pages.total)
 
     def _take_back(self, owed: Mapping[int, int], by: str) -> None:
@@ -283,7 +283,7 @@ class Repayment:
         keys = [
             candidate.client * KEYS_PER_CLIENT + candidate.index
             for candidate in self._reclaim.candidates()
-            if candidate.borrowed and candidate.rung is Rung.PREFIX
+            if candidate.borrowed and candidate.level is Level.PREFIX
         ]
         if keys:
             self._known.device.take(keys)
@@ -295,12 +295,12 @@ class Repayment:
             began = self._known.clock()
             if gone := state.model.give_up(pages):
                 took, what = self._known.clock() - began, f"prefixes of {state.name}"
-                self._known.events.decided(Rung.LEND.label, "pull", gone, what=what, by=by, measured=took)
+                self._known.events.decided(Level.LEND.label, "reclaim", gone, what=what, by=by, measured=took)
         self._known.pages.given()
 
 
 class ModelChange:
-    """The context of `Governor.changing`. `state`: the model's, None until `begin` has found it."""
+    """The context of `MemoryManager.changing`. `state`: the model's, None until `begin` has found it."""
 
     def __init__(self, known: Overview, reclaim: ReclaimList, model: ModelClient) -> None:
         self.model = model
@@ -356,10 +356,10 @@ class ModelChange:
             return
         known, plan = self._known, state.model.plan
         costs, measured = state.costs_at(state.point or state.last["decode"], known.link.page_seconds)
-        rung = Rung.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Rung.STALLING_WEIGHTS
+        level = Level.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Level.STALLING_WEIGHTS
         predicted = max(0, more) * costs.page_seconds if measured else None
         took = known.clock() - self.began
         if more > 0:
             known.pages.went_back()
-        verb = "revert" if more > 0 else "pull"
-        known.events.decided(rung.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)
+        verb = "restore" if more > 0 else "reclaim"
+        known.events.decided(level.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)

@@ -1,4 +1,4 @@
-"""The clients that a governor knows: the record of each one (`ClientState`), which model's forward runs on which thread
+"""The clients that a manager knows: the record of each one (`ClientState`), which model's forward runs on which thread
 (`Running`), and who is idle: unused for a pause, or only kept, and not leased (`Idleness`).
 
 Note [Whose pages]
@@ -7,7 +7,7 @@ Note [Whose pages]
 
 Note [Collected at any moment]
     Page clients are collected, not closed. So they are referred to weakly, and whichever thread takes a reference may
-    hold the last one: the finalizer then runs on this thread, which holds the governor's lock, so it only queues the
+    hold the last one: the finalizer then runs on this thread, which holds the manager's lock, so it only queues the
     removal (`client_left`) for the next `drop_dead`.
 
 Note [Scheduled models]
@@ -219,7 +219,7 @@ class Held:
 
 class Running:
     """The forwards of a device's models. `progress`: of the device. Not thread-safe, but for `ended`: callers hold the
-    governor's lock."""
+    manager's lock."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -274,7 +274,7 @@ class Running:
 
 class Clients:
     """`pause`: see Idleness; `progress`: of the device; `plans`: for the states of models. Not thread-safe, but for
-    `left` and `client_left`: whoever calls holds the governor's lock."""
+    `left` and `client_left`: whoever calls holds the manager's lock."""
 
     def __init__(self, pause: float, progress: Progress, plans: WeightPlans) -> None:
         self._plans = plans
@@ -434,7 +434,7 @@ class Clients:
 
 class Idleness:
     """`pause`: seconds after its last iteration, as the device does it, after which a client is idle. Not thread-safe:
-    callers hold the governor's lock."""
+    callers hold the manager's lock."""
 
     def __init__(self, clients: Clients, pause: float) -> None:
         self._clients = clients

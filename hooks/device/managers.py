@@ -1,4 +1,4 @@
-"""The governor of each device that models are managed on, and what gives pages back before an allocation for tokens or
+"""The manager of each device that models are managed on, and what gives pages back before an allocation for tokens or
 weights fails: graphs that nobody uses, and stores of prefixes.
 
 Note [The link of a model that runs]
@@ -26,7 +26,7 @@ from ...allocator._native import Device
 from ...allocator.devices import Runtime
 from ...allocator.errors import DriverError
 from ...allocator.interrupts import if_free
-from ...offload.governor.governor import Governor, Surroundings
+from ...offload.manager.memory_manager import MemoryManager, Surroundings
 from ...offload.policy.tuning import DEFAULT, Tuning
 from ...offload.record import link
 from .references import THIS, Interpreter
@@ -34,7 +34,7 @@ from .streams import marks_of, relaxed
 
 
 class Composition(NamedTuple):
-    """The parts of which a governor, and what it governs, are made. `clock`: seconds, for decisions that depend on
+    """The parts of which a manager, and what it governs, are made. `clock`: seconds, for decisions that depend on
     time; `waits`: seconds, for timeouts of one thread that waits for another."""
 
     tuning: Tuning = DEFAULT
@@ -48,7 +48,7 @@ _measuring = threading.Lock()
 
 
 def compose_with(composition: Composition, device: Device | None = None) -> Composition:
-    """Makes later governors of the device, for None of every device without a composition of its own, of these parts,
+    """Makes later managers of the device, for None of every device without a composition of its own, of these parts,
     and forgets the present one; no model is managed. Returns the composition before."""
     global _unless_said
     before = composed_with(device)
@@ -58,7 +58,7 @@ def compose_with(composition: Composition, device: Device | None = None) -> Comp
         devices.holding(device).parts.put(composition)
     for runtime in devices.every():
         if device in (None, runtime.device):
-            runtime.parts.drop(Governor)
+            runtime.parts.drop(MemoryManager)
     return before
 
 
@@ -67,15 +67,15 @@ def composed_with(device: Device | None = None) -> Composition:
     return (None if device is None else devices.holding(device).parts.get(Composition)) or _unless_said
 
 
-def of(device: Device) -> Governor:
-    """Returns the governor of the device; makes it where there is none yet."""
+def of(device: Device) -> MemoryManager:
+    """Returns the manager of the device; makes it where there is none yet."""
     runtime = devices.holding(device)
-    return runtime.parts.of(Governor, partial(_made, runtime))
+    return runtime.parts.of(MemoryManager, partial(_made, runtime))
 
 
-def _made(runtime: Runtime) -> Governor:
+def _made(runtime: Runtime) -> MemoryManager:
     device, composition = runtime.device, composed_with(runtime.device)
-    governor = Governor(
+    manager = MemoryManager(
         device,
         Surroundings(
             received=_received(device),
@@ -88,41 +88,41 @@ def _made(runtime: Runtime) -> Governor:
         window=runtime.settings.reserve,
         spill=runtime.settings.spill is True,
     )
-    runtime.preparing = governor.ladder.preparing
+    runtime.preparing = manager.levels.preparing
     looks.publish(runtime, "kv", _away)
-    return governor
+    return manager
 
 
-def known(runtime: Runtime) -> Governor | None:
-    """Returns the governor of a runtime, None where nothing was managed on it."""
-    return runtime.parts.get(Governor)
+def known(runtime: Runtime) -> MemoryManager | None:
+    """Returns the manager of a runtime, None where nothing was managed on it."""
+    return runtime.parts.get(MemoryManager)
 
 
 def _away(runtime: Runtime) -> dict[str, int]:
     """Returns, for metrics, the pages of all KV caches of the device that lie on the host or a peer."""
-    governor = known(runtime)
-    return {"displaced": 0 if governor is None else governor.displaced}
+    manager = known(runtime)
+    return {"displaced": 0 if manager is None else manager.displaced}
 
 
-def yield_pages(device: Device, governor: Governor) -> None:
+def yield_pages(device: Device, manager: MemoryManager) -> None:
     """Gives the pages that other threads request of this one, between two layers. DriverError."""
     if device.yield_pages():
-        governor.pages.given()
+        manager.pages.given()
 
 
-def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
-    """Measures the bandwidth of the link for the governor, if that can be done now with `leave` device pages free. Does
+def measure_link(device: Device, manager: MemoryManager, leave: int = 0) -> None:
+    """Measures the bandwidth of the link for the manager, if that can be done now with `leave` device pages free. Does
     nothing while another thread measures it."""
 
     def measure() -> None:
-        if governor.link.bandwidth is None:
+        if manager.link.bandwidth is None:
             with relaxed(device), suppress(DriverError):  # a driver may say it has host pages and give none
-                if (speed := link.measure(device, leave=leave, tuning=governor.tuning.link)) is not None:
-                    governor.link.bandwidth = speed
-        if governor.link.peer_bandwidth is None and device.peer is not None:
+                if (speed := link.measure(device, leave=leave, tuning=manager.tuning.link)) is not None:
+                    manager.link.bandwidth = speed
+        if manager.link.peer_bandwidth is None and device.peer is not None:
             with relaxed(device), suppress(DriverError):
-                if (speed := link.measure(device, leave=leave, place="peer", tuning=governor.tuning.link)) is not None:
-                    governor.link.peer_bandwidth = speed
+                if (speed := link.measure(device, leave=leave, place="peer", tuning=manager.tuning.link)) is not None:
+                    manager.link.peer_bandwidth = speed
 
     if_free(_measuring, measure)
 

@@ -1,4 +1,4 @@
-"""Whom the governor asks, when, and holding what; and what it knows of the link."""
+"""Whom the manager asks, when, and holding what; and what it knows of the link."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from ballonet.offload.governor import governor as governor_module
-from ballonet.offload.governor import overview
-from ballonet.offload.governor.device_view import DevicePages, Traffic, sent
-from ballonet.offload.governor.governor import Governor, Surroundings
+from ballonet.offload.manager import memory_manager, overview
+from ballonet.offload.manager.device_view import DevicePages, Traffic, sent
+from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.plan import Plan, streaming
-from ballonet.offload.policy.reclaim_order import Rung
+from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
@@ -27,83 +26,83 @@ PAGES = DEFAULT.pages
 
 
 def test_while_nothing_happens_nobody_is_asked_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, governor, clock, (a, b) = governed(100, {}, {"tpot": 0.05})
+    device, manager, clock, (a, b) = governed(100, {}, {"tpot": 0.05})
     for model in (a, b, a, b):
-        model.step(governor)
+        model.step(manager)
     published, asked = device.published, (a.asked, b.asked)
-    monkeypatch.setattr(governor_module, "decide", None)
+    monkeypatch.setattr(memory_manager, "decide", None)
     monkeypatch.setattr(overview, "listed", None)
     for _ in range(20):
         clock.now += 0.3
-        a.step(governor, length=7, kv=1)
-        b.step(governor, batch=1, length=5)
+        a.step(manager, length=7, kv=1)
+        b.step(manager, batch=1, length=5)
     assert device.published == published
     assert (a.asked, b.asked) == asked
 
 
 def test_the_list_is_published_when_it_is_another_one() -> None:
-    device, governor, clock, (a, b) = governed(100, {}, {})
-    a.step(governor)
+    device, manager, clock, (a, b) = governed(100, {}, {})
+    a.step(manager)
     assert keys(device)[:5] == [("b", layer) for layer in (0, 4, 2, 6, 1)]
     assert keys(device)[5:8] == [("a", layer) for layer in (0, 4, 2)]
     assert keys(device)[8:] == [("b", 3), ("b", 5), *(("a", layer) for layer in (6, 1, 3, 5))], "beyond the caps"
     first = device.published
-    a.step(governor, "prefill")
-    a.step(governor)
+    a.step(manager, "prefill")
+    a.step(manager)
     assert device.published == first
     clock.now += 2 * PAGES.idle
-    b.step(governor)
+    b.step(manager)
     assert keys(device)[:5] == [("a", layer) for layer in (0, 4, 2, 6, 1)]
     a.times["prefill"] = 0.01
-    governor.changed(a)
-    b.step(governor)
+    manager.changed(a)
+    b.step(manager)
     assert keys(device)[:2] == [("a", 0), ("b", 0)], "two hide behind a prefill now: one is freed"
 
 
 def test_layers_that_cannot_be_taken_are_not_in_the_list() -> None:
-    device, governor, _, (a, _b) = governed(100, {}, {"interval": None})
+    device, manager, _, (a, _b) = governed(100, {}, {"interval": None})
     a.entries = lambda layer: layer % 4 != 0
-    a.step(governor)
+    a.step(manager)
     assert keys(device) == [("a", layer) for layer in (2, 6, 1, 3, 5)]
     a.entries = lambda layer: True
-    a.step(governor)
+    a.step(manager)
     assert keys(device) == [("a", layer) for layer in (2, 6, 1, 3, 5)], "nobody said that there is more"
-    governor.changed(a)
-    a.step(governor)
+    manager.changed(a)
+    a.step(manager)
     assert keys(device) == [("a", layer) for layer in (0, 4, 2, 6, 1, 3, 5)]
-    governor.remove(a)
+    manager.remove(a)
     assert device.listed == []
-    governor.remove(a)
+    manager.remove(a)
     with pytest.raises(KeyError):
-        governor.before(a, Point("decode", 1, 1))
+        manager.before(a, Point("decode", 1, 1))
 
 
 def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
-    device, governor, clock, (a, b) = governed(80, {}, {})
-    a.step(governor, kv=20)
-    b.step(governor, "prefill")
+    device, manager, clock, (a, b) = governed(80, {}, {})
+    a.step(manager, kv=20)
+    b.step(manager, "prefill")
     clock.now += 2 * PAGES.idle
     device.kv = 0
     for _ in range(3):
         clock.now += 0.6 * PAGES.dwell
-        a.step(governor)
-    a.step(governor, kv=25)
+        a.step(manager)
+    a.step(manager, kv=25)
     assert len(b.gone) == 1
     device.kv = 0
     clock.now += 2 * PAGES.idle
-    b.step(governor, "prefill")
+    b.step(manager, "prefill")
     assert b.device_pages == 15, "not what was kept for it before"
 
 
 def test_a_model_that_changes_is_not_taken_from() -> None:
-    device, governor, _, (a, b) = governed(90, {}, {})
-    a.step(governor, kv=15)
+    device, manager, _, (a, b) = governed(90, {}, {})
+    a.step(manager, kv=15)
     assert trace(device) == ["b"]
-    with governor.changing(b) as taken:
+    with manager.changing(b) as taken:
         b.changes += 1
         assert taken == {0}
         assert {name for name, _ in keys(device)} == {"a"}
-        a.step(governor)
+        a.step(manager)
         assert {name for name, _ in keys(device)} == {"a"}
         assert not device.want(36), "only what a has"
         b.plan, b.gone = streaming(EQUAL, (0, 4), 1), set()
@@ -113,37 +112,37 @@ def test_a_model_that_changes_is_not_taken_from() -> None:
 
 
 def test_a_change_that_fails_is_asked_for_again() -> None:
-    _device, governor, _, (a, b) = governed(90, {}, {})
-    a.step(governor, kv=15)
+    _device, manager, _, (a, b) = governed(90, {}, {})
+    a.step(manager, kv=15)
     point = Point("prefill", 1, 1)
-    wanted = governor.before(b, point).plan
+    wanted = manager.before(b, point).plan
     assert wanted == streaming(EQUAL, (0, 4), 1)
-    with pytest.raises(MemoryError), governor.changing(b):
+    with pytest.raises(MemoryError), manager.changing(b):
         raise MemoryError
-    assert governor.before(b, point).plan == wanted
-    with governor.changing(b) as taken:
+    assert manager.before(b, point).plan == wanted
+    with manager.changing(b) as taken:
         assert taken == {0}
         b.plan, b.gone = wanted, set()
-    assert governor.before(b, point).plan == wanted
-    with governor.changing(b) as taken:
+    assert manager.before(b, point).plan == wanted
+    with manager.changing(b) as taken:
         assert taken == set()
 
 
 def test_a_list_that_is_overtaken_is_not_published() -> None:
     """While entries are made a model may begin to change, on another thread or this one."""
-    device, governor, _, (a, b) = governed(100, {}, {})
+    device, manager, _, (a, b) = governed(100, {}, {})
     changing = None
 
     def entries(layer: int) -> bool:
         nonlocal changing
         if changing is None:
-            changing = governor.changing(b)
+            changing = manager.changing(b)
             changing.__enter__()
             b.changes += 1
         return True
 
     a.entries = entries
-    a.step(governor)
+    a.step(manager)
     assert "b" not in {name for name, _ in keys(device)}
     assert changing is not None
     b.changes -= 1
@@ -152,12 +151,12 @@ def test_a_list_that_is_overtaken_is_not_published() -> None:
 
 
 def test_models_are_called_without_the_lock() -> None:
-    """`entry` and `cover` may wait for whoever waits for the governor."""
-    device, governor, _, (a, _b) = governed(60, {}, {"interval": None})
+    """`entry` and `cover` may wait for whoever waits for the manager."""
+    device, manager, _, (a, _b) = governed(60, {}, {"interval": None})
     called = []
 
     def other_thread(*_: object) -> bool:
-        thread = threading.Thread(target=governor.link.set_traffic, args=(len(called) * LINK,), daemon=True)
+        thread = threading.Thread(target=manager.link.set_traffic, args=(len(called) * LINK,), daemon=True)
         thread.start()
         thread.join(200)
         called.append(thread.is_alive())
@@ -166,8 +165,8 @@ def test_models_are_called_without_the_lock() -> None:
     a.entries = other_thread
     device.withdraw = other_thread  # type: ignore[method-assign, assignment]
     device.kv = 20
-    a.step(governor)
-    with governor.changing(a):
+    a.step(manager)
+    with manager.changing(a):
         pass
     assert len(called) > 5
     assert not any(called)
@@ -175,12 +174,12 @@ def test_models_are_called_without_the_lock() -> None:
 
 def test_threads() -> None:
     """Each model on its own; no list is published that has a layer of one that changes, nor one that is gone."""
-    _device, governor, _, them = governed(10**6, {}, {}, {}, {})
+    _device, manager, _, them = governed(10**6, {}, {}, {}, {})
 
     def run(model: FakeModel) -> None:
         for n in range(60):
-            governor.before(model, Point("decode", 1, 1 + n))
-            with governor.changing(model):
+            manager.before(model, Point("decode", 1, 1 + n))
+            with manager.changing(model):
                 model.changes += 1
                 model.plan = Plan(EQUAL) if n % 2 else streaming(EQUAL, (0, 4), 1)
                 model.changes -= 1
@@ -191,24 +190,24 @@ def test_threads() -> None:
 
 
 def test_models_of_one_name() -> None:
-    device, governor, _, (a, b) = governed(80, {"name": "Llama", "tpot": 0.06}, {"name": "Llama", "pages": (2,) * 4})
-    b.step(governor)
-    a.step(governor)
-    assert a.step(governor, kv=device.free).plan.pages == EQUAL
-    a.step(governor, kv=2)
+    device, manager, _, (a, b) = governed(80, {"name": "Llama", "tpot": 0.06}, {"name": "Llama", "pages": (2,) * 4})
+    b.step(manager)
+    a.step(manager)
+    assert a.step(manager, kv=device.free).plan.pages == EQUAL
+    a.step(manager, kv=2)
     assert len(b.gone) == 1, "and not of the other, which has as many layers streaming as it may"
-    assert b.step(governor).plan.pages == (2,) * 4
+    assert b.step(manager).plan.pages == (2,) * 4
 
 
 def test_an_slo_needs_the_bandwidth() -> None:
-    device, governor, _, (_a,) = governed(80, {}, bandwidth=None)
+    device, manager, _, (_a,) = governed(80, {}, bandwidth=None)
     with pytest.raises(ValueError, match="bandwidth"):
-        governor.add(FakeModel(device, "b", tpot=0.1))
+        manager.add(FakeModel(device, "b", tpot=0.1))
     with pytest.raises(ValueError, match="bandwidth"):
-        governor.admit(FakeModel(device, "b", tpot=0.1), 40)
-    governor.link.bandwidth = LINK
-    assert governor.link.bandwidth == LINK
-    assert governor.admit(FakeModel(device, "b", tpot=0.1), 40) is None
+        manager.admit(FakeModel(device, "b", tpot=0.1), 40)
+    manager.link.bandwidth = LINK
+    assert manager.link.bandwidth == LINK
+    assert manager.admit(FakeModel(device, "b", tpot=0.1), 40) is None
 
 
 # -- others on the link
@@ -261,16 +260,16 @@ def test_the_link_is_watched_while_something_streams() -> None:
         released.wait(200)
         return LINK
 
-    governor = Governor(device, Surroundings(bandwidth=LINK, received=received, clock=clock))
+    manager = MemoryManager(device, Surroundings(bandwidth=LINK, received=received, clock=clock))
     a = FakeModel(device, "a", tpot=0.05)
-    governor.add(a)
+    manager.add(a)
     assert not any(thread.name == "ballonet-link-traffic" for thread in threading.enumerate())
-    a.step(governor)
+    a.step(manager)
     assert a.plan.streamed
     (thread,) = [running for running in threading.enumerate() if running.name == "ballonet-link-traffic"]
     assert thread.daemon
     assert looked.wait(200)
-    governor.remove(a)
+    manager.remove(a)
     released.set()
     thread.join(200)
     assert not thread.is_alive()
@@ -278,68 +277,68 @@ def test_the_link_is_watched_while_something_streams() -> None:
 
 def test_traffic_changes_what_streams() -> None:
     """Select-N, coordinator: with less of the link less streams, as far as there are pages."""
-    device, governor, _, (a,) = governed(60, {"tpot": 0.042})
-    assert len(a.step(governor).plan.streamed) == 8
-    governor.link.set_traffic(LINK // 2 - 1)
-    assert 1 <= len(a.step(governor).plan.streamed) < 8
+    device, manager, _, (a,) = governed(60, {"tpot": 0.042})
+    assert len(a.step(manager).plan.streamed) == 8
+    manager.link.set_traffic(LINK // 2 - 1)
+    assert 1 <= len(a.step(manager).plan.streamed) < 8
     asked = a.asked
-    governor.link.set_traffic(LINK // 2 - 2)
-    a.step(governor)
+    manager.link.set_traffic(LINK // 2 - 2)
+    a.step(manager)
     assert a.asked == asked, "too little to be told apart"
-    governor.link.set_traffic(0)
-    assert len(a.step(governor).plan.streamed) == 8
+    manager.link.set_traffic(0)
+    assert len(a.step(manager).plan.streamed) == 8
     device.kv = device.free
-    governor.link.set_traffic(LINK // 2)
-    missed = a.step(governor)
+    manager.link.set_traffic(LINK // 2)
+    missed = a.step(manager)
     assert len(missed.plan.streamed) == 8, "there are none"
     assert missed.refusal is not None
     assert missed.refusal.pages == 30, "or one layer of two"
     new = FakeModel(device, "new", tpot=0.042)
-    governor.remove(a)
-    assert governor.admit(new, 10) is not None
-    governor.link.set_traffic(0)
-    assert governor.admit(new, 10) is None
+    manager.remove(a)
+    assert manager.admit(new, 10) is not None
+    manager.link.set_traffic(0)
+    assert manager.admit(new, 10) is None
 
 
-def idle_weights(governor: Governor) -> set[int]:
+def idle_weights(manager: MemoryManager) -> set[int]:
     """The numbers of the models whose layers are those of an idle one."""
-    return {candidate.client for candidate in governor.reclaim.candidates() if candidate.rung is Rung.IDLE_WEIGHTS}
+    return {candidate.client for candidate in manager.reclaim.candidates() if candidate.level is Level.IDLE_WEIGHTS}
 
 
 def test_whoever_schedules_requests_says_who_is_idle() -> None:
-    _, governor, clock, (a, b) = governed(100, {}, {})
+    _, manager, clock, (a, b) = governed(100, {}, {})
     a.wanted = b.wanted = math.inf
     for model in (a, b):
-        model.step(governor)
+        model.step(manager)
     clock.now += 5 * PAGES.idle
-    a.step(governor)
-    assert not idle_weights(governor), "its turn comes again, however late"
+    a.step(manager)
+    assert not idle_weights(manager), "its turn comes again, however late"
     b.wanted = clock.now
-    a.step(governor)
-    assert idle_weights(governor) == {2}, "at once"
+    a.step(manager)
+    assert idle_weights(manager) == {2}, "at once"
     clock.now += 0.1
-    b.step(governor)
-    a.step(governor)
-    assert not idle_weights(governor), "it was used by itself"
+    b.step(manager)
+    a.step(manager)
+    assert not idle_weights(manager), "it was used by itself"
     clock.now += 2 * PAGES.idle
-    a.step(governor)
-    assert idle_weights(governor) == {2}, "and is idle by time then"
+    a.step(manager)
+    assert idle_weights(manager) == {2}, "and is idle by time then"
     b.wanted = math.inf
-    a.step(governor)
-    assert not idle_weights(governor), "before its first step"
+    a.step(manager)
+    assert not idle_weights(manager), "before its first step"
 
 
 def test_a_model_with_requests_again_is_as_one_that_wakes() -> None:
-    device, governor, clock, (a, b) = governed(90, {}, {})
+    device, manager, clock, (a, b) = governed(90, {}, {})
     a.wanted = b.wanted = math.inf
     for model in (a, b, a):
-        model.step(governor)
+        model.step(manager)
     b.wanted = clock.now
-    a.step(governor, kv=35)
+    a.step(manager, kv=35)
     assert trace(device) == ["b"] * 5, "as many as hide behind a prefill, which an idle one does next"
     device.kv, b.wanted = 10, math.inf
-    a.step(governor)
-    assert "it decodes" in b.step(governor).why
+    a.step(manager)
+    assert "it decodes" in b.step(manager).why
 
 
 def test_pages_are_waited_for_by_the_clock_of_waits() -> None:

@@ -1,7 +1,7 @@
 """Where a recorded forward leaves what graphs may hold: functions of transformers, replaced while a recording runs, or
 while the rest of a forward is computed that was broken off in the middle of its graphs.
 
-Note [Seams]
+Note [Patches]
     `Cache.update`, the attention function that a module asks `AttentionInterface` for, and the mask functions by the
     names under which modelling files have them. The replacements act on a thread that records and pass all other calls
     on. They are put in with the first recording that runs and taken out with the last.
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import masking_utils, modeling_utils
 
 from ...allocator.interrupts import Guarded, guarded
-from ...allocator.patches import Patches, Seam, Undo
+from ...allocator.patches import Patches, SharedPatch, Undo
 from ..compat import Cache
 from . import batch
 from .batch import BatchStep
@@ -39,7 +39,7 @@ _WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a 
 
 
 class ResumedForward:
-    """Stands where a recorder does, see `seams.recording`, and gives back what the calls that were made have
+    """Stands where a recorder does, see `patches.recording`, and gives back what the calls that were made have
     returned."""
 
     def __init__(self, cache: Any, batch: BatchStep | None, done: Iterable[tuple[EagerCall, Any]]) -> None:
@@ -146,7 +146,7 @@ def _replace() -> Iterator[Undo]:
     patches.replace(model, _WARNS, _warn(vars(model)[_WARNS]))
 
 
-_recording: Final = Seam[bool](_replace)  # by the id of a recorder
+_recording: Final = SharedPatch[bool](_replace)  # by the id of a recorder
 
 
 def _patch_update(owner: Any) -> Undo:

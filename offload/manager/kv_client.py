@@ -1,9 +1,9 @@
-"""A KV cache as a client of the governor (client.py): what it has, what of it may be taken (`KVOffers`), and the copies
+"""A KV cache as a client of the manager (client.py): what it has, what of it may be taken (`KVOffers`), and the copies
 that make that clean (`KVSaving`). `KVTurns` tells in which order its layers append.
 
 Note [Before it is copied]
     A draft of the reclaim list (device_view.py) may have a page as dirty while its backing gets one here. Published
-    then, the core would take the backing for one that holds the bytes. So the governor is told between the two: the
+    then, the core would take the backing for one that holds the bytes. So the manager is told between the two: the
     draft is void.
 """
 
@@ -23,13 +23,13 @@ from ...allocator._native import Device, Group, Lease, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
 from ..policy.kv_pages import mean_seconds
-from ..policy.reclaim_order import Rung
+from ..policy.reclaim_order import Level
 from ..residency.kv_extent import KVExtent, KVExtents, coldest
 from ..residency.kv_slots import Slice
 from ..residency.mover import Runs
 from .client import INDICES_PER_SPLIT, Offer, PageClient
-from .governor import Governor
 from .kv_read_plan import KVReadPlan, Streamed
+from .memory_manager import MemoryManager
 
 
 class KVTurns:
@@ -67,7 +67,7 @@ _FIRST_SLICE: Final = 4  # index of the first offer that is of a slot: those bef
 
 
 class KVOffers:
-    """The offers of one cache. The governor calls on any thread: `all` under its lock, `parts` without."""
+    """The offers of one cache. The manager calls on any thread: `all` under its lock, `parts` without."""
 
     def __init__(self, extents: KVExtents, turns: KVTurns, way: KVReadPlan) -> None:
         self.prefills = False  # does the iteration have many rows?
@@ -144,7 +144,7 @@ class KVSaving:
         offers: KVOffers,
         turns: KVTurns,
         transfer: Transfer,
-        governor: Governor,
+        manager: MemoryManager,
         lock: Lock,
         name: str,
     ) -> None:
@@ -154,7 +154,7 @@ class KVSaving:
         self._offers = offers
         self._turns = turns
         self._transfer = transfer
-        self._governor = governor
+        self._manager = manager
         self._lock = lock
         self._name = name
         self._behind = Lock()  # held by the thread that is about to copy what is marked
@@ -185,7 +185,7 @@ class KVSaving:
             for extent, pieces in chosen.items():
                 extent.mover.saving.mark(pieces)
         if settled or chosen:
-            self._governor.copies_changed()
+            self._manager.copies_changed()
         with self._lock, suppress(BallonetError, PoolExhausted):
             self._copy_behind(chosen)
 
@@ -211,17 +211,17 @@ class KVSaving:
                 copies += more
             if copies:
                 done = self._transfer.copy(copies, after=self._turns.stream, owner="kv", to="host")
-                seconds = self._governor.link.page_seconds
+                seconds = self._manager.link.page_seconds
                 self._decided("demotion", len(copies), None if seconds is None else len(copies) * seconds)
                 for extent, mapped in ready.items():
                     extent.backing.demoting(mapped, done)
 
-    def _decided(self, lever: str, pages: int, predicted: float | None) -> None:
-        self._governor.events.decided(lever, "pull", pages, what=self._name, predicted=predicted)
+    def _decided(self, source: str, pages: int, predicted: float | None) -> None:
+        self._manager.events.decided(source, "reclaim", pages, what=self._name, predicted=predicted)
 
     def _sending(self, ready: Mapping[KVExtent, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
         """Seconds that copies of these pages take; None where a link they need was not measured."""
-        host, peer = self._governor.link.page_seconds, self._governor.link.peer_page_seconds
+        host, peer = self._manager.link.page_seconds, self._manager.link.peer_page_seconds
         places = Counter(extent.backing.pages.place(piece) for extent, (pieces, _) in ready.items() for piece in pieces)
         mean = mean_seconds(places["peer"], places["host"], peer, host)
         return None if mean is None else places.total() * mean
@@ -257,7 +257,7 @@ class KVClient(PageClient):
         self,
         device: Device,
         group: Group,
-        governor: Governor,
+        manager: MemoryManager,
         extents: KVExtents,
         turns: KVTurns,
         transfer: Transfer,
@@ -265,12 +265,12 @@ class KVClient(PageClient):
     ) -> None:
         """`group`: of all its ranges; `transfer`: the stream of its copies; `lock`: of its states."""
         self.name = "KV cache"
-        self.used = governor.clock()  # when tokens were appended last
+        self.used = manager.clock()  # when tokens were appended last
         self.goal = 0  # pages that it is to have in this iteration
         self.grows_by = 1  # ranges that it has, or will have
-        self.way = KVReadPlan(device, group, transfer, governor.marks, governor.clock, governor.tuning.kv_reads)
+        self.way = KVReadPlan(device, group, transfer, manager.marks, manager.clock, manager.tuning.kv_reads)
         self.takable = KVOffers(extents, turns, self.way)
-        self.saving = KVSaving(extents, self.takable, turns, transfer, governor, lock, self.name)
+        self.saving = KVSaving(extents, self.takable, turns, transfer, manager, lock, self.name)
         self._group = group
         self._transfer = transfer
         self._extents = extents
@@ -341,7 +341,7 @@ class KVClient(PageClient):
         offers = self.takable.all()
         if not self._only_cached:
             return offers
-        return [replace(offer, idle=Rung.PREFIX) if offer.clean else offer for offer in offers]
+        return [replace(offer, idle=Level.PREFIX) if offer.clean else offer for offer in offers]
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""
@@ -349,7 +349,7 @@ class KVClient(PageClient):
         return (self._group, parts) if parts else None
 
     def give_slots(self) -> None:
-        """Slots go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on its
+        """Slots go back, unless somebody leases the cache now. The manager says when: a forward holds no lease on its
         cache before its first layer, and none between two iterations."""
         self.way.give_if_unused()
 

@@ -1,8 +1,8 @@
-"""A device as its governor sees it: its pages over time (`DevicePages`), the list of what may be taken, as the native
+"""A device as its manager sees it: its pages over time (`DevicePages`), the list of what may be taken, as the native
 core has it (`Published`), and its links with others' traffic on them (`HostLink`).
 
 Note [Drafts]
-    What may be taken is decided under the governor's lock, but entries are made by the models, without it. So a list is
+    What may be taken is decided under the manager's lock, but entries are made by the models, without it. So a list is
     drafted, filled, and published if it is the latest draft by then, and it was not voided meanwhile (`void`). Until
     one is published what the core has counts as out of date.
 """
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from ...allocator.errors import BallonetError
 from ...allocator.events import Events, Named, unnamed
-from ..policy.reclaim_order import Candidate, Rung
+from ..policy.reclaim_order import Candidate, Level
 from ..policy.remap import CalmClock, observe
 from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
@@ -30,11 +30,11 @@ from .activity import StreamMarks
 from .client import KEYS_PER_CLIENT
 from .clients import ClientState
 
-_RUNGS: Final = {rung.label: rung for rung in Rung}
+_LEVELS: Final = {level.label: level for level in Level}
 
 
 class DeviceView(Protocol):
-    """The part of `Device` that the governor uses."""
+    """The part of `Device` that the manager uses."""
 
     @property
     def page_size(self) -> int: ...
@@ -63,15 +63,15 @@ class Draft:
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
     dirty: dict[int, int] = field(default_factory=dict)  # of `pages`, those whose bytes go to the host when taken
-    in_use: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Rung.HIDDEN_WEIGHTS` on
+    in_use: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Level.HIDDEN_WEIGHTS` on
 
     @property
-    def keys(self) -> list[tuple[int, Rung, bool, int]]:
-        """The facts by which lists differ: (key, rung, borrowed, pages where divisible) of each candidate."""
+    def keys(self) -> list[tuple[int, Level, bool, int]]:
+        """The facts by which lists differ: (key, level, borrowed, pages where divisible) of each candidate."""
         return [
             (
                 number * KEYS_PER_CLIENT + candidate.index,
-                candidate.rung,
+                candidate.level,
                 candidate.borrowed,
                 candidate.pages if candidate.divisible else 0,
             )
@@ -86,30 +86,30 @@ class Draft:
                 self.entries.append((client.key(candidate.index), *entry))
                 if candidate.divisible:
                     self.limits[client.key(candidate.index)] = candidate.pages
-                if candidate.rung is not Rung.LAST_WEIGHTS:
+                if candidate.level is not Level.LAST_WEIGHTS:
                     self.pages[client.number] = self.pages.get(client.number, 0) + candidate.pages
                     dirty = min(candidate.pages, _dirty(entry[1]))
                     self.dirty[client.number] = self.dirty.get(client.number, 0) + dirty
-                    if candidate.rung >= Rung.HIDDEN_WEIGHTS:
+                    if candidate.level >= Level.HIDDEN_WEIGHTS:
                         self.in_use[client.number] = self.in_use.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
         """The names of its entries, by key."""
         return {
             client.key(candidate.index): Named(
-                candidate.lever, client.name, candidate.once, candidate.pages if candidate.divisible else 0
+                candidate.source, client.name, candidate.once, candidate.pages if candidate.divisible else 0
             )
             for client, candidate in self.order
         }
 
 
 class Published:
-    """The list that the core has. Not thread-safe, but for `named`: callers hold the governor's lock."""
+    """The list that the core has. Not thread-safe, but for `named`: callers hold the manager's lock."""
 
     def __init__(self, device: DeviceView) -> None:
         self._device = device
         self._number = 0
-        self._keys: list[tuple[int, Rung, bool, int]] = []
+        self._keys: list[tuple[int, Level, bool, int]] = []
         self._current = True  # has the core the last list that was drafted?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
         self.pages: dict[int, int] = {}  # in the list, within caps, by number of the client
@@ -144,12 +144,12 @@ class Published:
             self.pages, self.dirty, self.in_use = draft.pages, draft.dirty, draft.in_use
 
     def named(self, key: int) -> Named:
-        """Returns the lever, client and predicted cost of the entry of this key. On any thread."""
+        """Returns the source, client and predicted cost of the entry of this key. On any thread."""
         return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))
 
-    def comes_after(self, key: int, rung: Rung) -> bool:
-        """Does the entry of this key come after that rung of the ladder?"""
-        return _RUNGS.get(self.named(key).lever, rung) > rung
+    def comes_after(self, key: int, level: Level) -> bool:
+        """Does the entry of this key come after that level of the reclaim order?"""
+        return _LEVELS.get(self.named(key).source, level) > level
 
 
 def _dirty(parts: Iterable[Any]) -> int:
@@ -164,7 +164,7 @@ def _dirty(parts: Iterable[Any]) -> int:
 
 
 class DevicePages:
-    """Free pages over time. `look` is not thread-safe, its callers hold the governor's lock; the others are."""
+    """Free pages over time. `look` is not thread-safe, its callers hold the manager's lock; the others are."""
 
     def __init__(self, device: DeviceView, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
         """`waits`: the clock by which `wait` gives up."""
@@ -196,7 +196,7 @@ class DevicePages:
 
     @property
     def unused(self) -> int:
-        """Pages that are free, retiring, or under free blocks."""
+        """Pages that are free, pending free, or under free blocks."""
         now = self._device.snapshot()
         idle: int = now["heap"]["cached"] // self._device.page_size
         used: int = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
@@ -335,7 +335,7 @@ def sent(device: DeviceView) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a governor is told beside its device. `bandwidth`: of the link from the host, bytes per second, None where
+    """What a manager is told beside its device. `bandwidth`: of the link from the host, bytes per second, None where
     not measured; `received`: bytes per second that go over it (record/link.py), None where not known: called in the
     background, while anything streams. `clock`: seconds, by which all is decided that depends on time; `waits`: the
     same, by which one thread waits no longer for another. `events`: the device's log; `marks`: of its streams, None
@@ -355,7 +355,7 @@ class HostLink:
     def __init__(
         self, device: DeviceView, lock: Lock, moved: Callable[[], None], around: Surroundings, tuning: OtherTraffic
     ) -> None:
-        """`lock`: of the governor, under which `moved` is called where earlier decisions may not hold any more."""
+        """`lock`: of the manager, under which `moved` is called where earlier decisions may not hold any more."""
         self.traffic = 0.0  # bytes per second that others take
         self._page = device.page_size
         self._lock = lock

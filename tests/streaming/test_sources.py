@@ -1,4 +1,4 @@
-"""The ladder as a list of levers, and chaos that pulls them while real models run."""
+"""The reclaim order as a list of sources, and chaos that reclaims them while real models run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import DynamicCache
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
-from ballonet.hooks.device import governors
-from ballonet.offload.policy.reclaim_order import LISTED, Rung
+from ballonet.hooks.device import managers
+from ballonet.offload.policy.reclaim_order import LISTED, Level
 from ballonet.testing import chaos_of
-from ballonet.testing.levers import Lever, levers
+from ballonet.testing.sources import ReclaimSource, sources
 
 from ..models import Output
 from ..pool import bytes_that_exist
@@ -31,28 +31,28 @@ HELD = 64  # tokens of the cache
 
 @pytest.fixture
 def clock(tuned: Tuned) -> Clock:
-    """The governor's: next to nothing passes unless a test says so, and iterations take a while."""
+    """The manager's: next to nothing passes unless a test says so, and iterations take a while."""
     clock = Clock(step=1e-6)
     tuned(clock=clock)
     return clock
 
 
 @pytest.fixture(autouse=True)
-def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
+def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
     """Whose pages are always scarce, and whose link hides every copy."""
     tuned(chaos={"seldom": 2})
-    ours = governors.of(devices.require())
+    ours = managers.of(devices.require())
     monkeypatch.setattr(ours.pages, "scarce", True)
     ours.link.bandwidth = 1e12
     yield ours
     devices.require().check()
 
 
-def ladder(governor: Any) -> dict[Rung, Lever]:
-    return {lever.rung: lever for lever in levers(governor, devices.require(), spill=True)}
+def by_level(manager: Any) -> dict[Level, ReclaimSource]:
+    return {source.level: source for source in sources(manager, devices.require(), spill=True)}
 
 
-def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
+def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
     with install.stock():
         expected, idle = say(model), copy.deepcopy(larger)
     device = devices.require()
@@ -61,42 +61,50 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> Non
         clock.now += 5
         say(model)
         say(model)
-        rungs = ladder(governor)
-        assert list(rungs) == sorted(rungs)
-        assert {*LISTED} <= {*rungs}
-        lever = rungs[Rung.IDLE_WEIGHTS]
-        assert lever.would_cost() == (0.0, 0.0), "until it runs"
+        levels = by_level(manager)
+        assert list(levels) == sorted(levels)
+        assert {*LISTED} <= {*levels}
+        source = levels[Level.IDLE_WEIGHTS]
+        assert source.would_cost() == (0.0, 0.0), "until it runs"
         device.reap(wait=True)  # what is retired now would be free with the next pages
-        pages, free, before = other.report().pages, rungs[Rung.TRIM].would_free(), lever.would_free()
-        given = lever.pull(1)
+        pages, free, before = other.report().pages, levels[Level.TRIM].would_free(), source.would_free()
+        given = source.reclaim(1)
         assert 1 <= given <= before
-        assert lever.would_free() == before - given
+        assert source.would_free() == before - given
         assert (other.report().pages, active.report().streamed) == (pages - given, ())
-        assert rungs[Rung.TRIM].would_free() == free + given
-        assert lever.pull(before) == before - given
-        assert lever.pull(1) == 0
+        assert levels[Level.TRIM].would_free() == free + given
+        assert source.reclaim(before) == before - given
+        assert source.reclaim(1) == 0
         assert bytes_that_exist() <= BUDGET
         say(idle)
         assert other.report().streamed
         counts = devices.of().events.counts()
-        assert counts["idle weights"]["pull"].pages >= before
-        assert lever.revert(10**6) > 0
+        assert counts["idle weights"]["reclaim"].pages >= before
+        assert source.restore(10**6) > 0
         say(idle)
         assert (other.report().streamed, other.report().pages) == ((), pages)
         assert say(model).agrees(expected)
-        assert (rungs[Rung.SPILL].pull(1), rungs[Rung.TRIM].revert(1), rungs[Rung.INFLATE].revert(1)) == (0, 0, 0)
-        assert rungs[Rung.SPILL].would_free() > 0
-        assert levers(governor, device, spill=False)[-1].would_free() == 0
+        assert (
+            levels[Level.SPILL].reclaim(1),
+            levels[Level.TRIM].restore(1),
+            levels[Level.IDLE_ACTIVATIONS].restore(1),
+        ) == (
+            0,
+            0,
+            0,
+        )
+        assert levels[Level.SPILL].would_free() > 0
+        assert sources(manager, device, spill=False)[-1].would_free() == 0
         torch.empty(64 * PAGE)  # whose block is free now
-        assert rungs[Rung.INFLATE].would_free() > 0
-        assert rungs[Rung.INFLATE].pull(1) > 0
-        assert rungs[Rung.WAIT].pull(1) == device.page_request == 0
+        assert levels[Level.IDLE_ACTIVATIONS].would_free() > 0
+        assert levels[Level.IDLE_ACTIVATIONS].reclaim(1) > 0
+        assert levels[Level.WAIT].reclaim(1) == device.page_request == 0
 
 
 @pytest.mark.counts
-def test_an_idle_model_gives_and_gets_back(model: Any, larger: Any, stock: Output, governor: Any, clock: Clock) -> None:
+def test_an_idle_model_gives_and_gets_back(model: Any, larger: Any, stock: Output, manager: Any, clock: Clock) -> None:
     """Weights give their pages to a KV cache that finds no others, and take them back (Oneiros §5)."""
-    governor.pages.scarce, governor.link.bandwidth = False, 1e12  # every layer's copy is hidden
+    manager.pages.scarce, manager.link.bandwidth = False, 1e12  # every layer's copy is hidden
     with install.stock(), torch.no_grad():
         idle, stock_of_larger = copy.deepcopy(larger), say(larger)
         long = model(IDS).logits  # a text that needs more pages than there are
@@ -131,7 +139,7 @@ def test_an_idle_model_gives_and_gets_back(model: Any, larger: Any, stock: Outpu
         assert other.report().pages == whole
 
 
-def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
+def test_a_floor_in_bytes(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
     with install.stock():
         idle = copy.deepcopy(larger)
     with ballonet.manage(idle) as other:
@@ -143,19 +151,21 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, clock: Clock) 
         say(idle)
         clock.now += 5
         say(model)
-        candidates = governor.reclaim.candidates()
-        assert sum(candidate.pages for candidate in candidates if candidate.rung is Rung.IDLE_WEIGHTS) <= 2
-        assert not [candidate for candidate in candidates if candidate.rung is Rung.HIDDEN_WEIGHTS]
+        candidates = manager.reclaim.candidates()
+        assert sum(candidate.pages for candidate in candidates if candidate.level is Level.IDLE_WEIGHTS) <= 2
+        assert not [candidate for candidate in candidates if candidate.level is Level.HIDDEN_WEIGHTS]
     with ballonet.manage(idle) as other:
         say(idle)
-        governor.link.bandwidth = 2.0**50  # on the test's clock an iteration takes a few microseconds
+        manager.link.bandwidth = 2.0**50  # on the test's clock an iteration takes a few microseconds
         assert (
-            sum(candidate.pages for candidate in governor.reclaim.candidates() if candidate.rung is Rung.HIDDEN_WEIGHTS)
+            sum(
+                candidate.pages for candidate in manager.reclaim.candidates() if candidate.level is Level.HIDDEN_WEIGHTS
+            )
             > 2
         )
 
 
-def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
+def test_a_square_wave(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
     """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
     device = devices.require()
 
@@ -174,10 +184,10 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
             model(IDS[:, :HELD], past_key_values=cache)
         return cache
 
-    def moved(rungs: tuple[str, ...], *verbs: str) -> int:
+    def moved(levels: tuple[str, ...], *verbs: str) -> int:
         """Pages so far."""
         counts = devices.of().events.counts()
-        them = [counts[rung] for rung in rungs if rung in counts]
+        them = [counts[level] for level in levels if level in counts]
         return sum(events[verb].pages for events in them for verb in verbs if verb in events)
 
     with install.stock():
@@ -197,8 +207,10 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
             logits(model, cache)
             resident = (active.report().pages, other.report().pages)
             for cycle in range(CYCLES):
-                before = [moved(lever, *verbs) for lever in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
-                candidates = governor.reclaim.candidates()
+                before = [
+                    moved(source, *verbs) for source in (weights, kv) for verbs in (("reclaim", "yield"), ("restore",))
+                ]
+                candidates = manager.reclaim.candidates()
                 with full(but=2):
                     torch.empty(sum(candidate.pages for candidate in candidates) * PAGE, dtype=torch.uint8)
                     assert torch.equal(logits(model), expected[0])
@@ -207,16 +219,18 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
                 for _ in range(4):
                     assert torch.equal(logits(idle), expected[1])
                     assert torch.equal(logits(model, cache), expected[2])
-                after = [moved(lever, *verbs) for lever in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
-                pulled, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
-                assert pulled == back == gone, cycle
+                after = [
+                    moved(source, *verbs) for source in (weights, kv) for verbs in (("reclaim", "yield"), ("restore",))
+                ]
+                reclaimed, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
+                assert reclaimed == back == gone, cycle
                 assert kv_pulled == kv_back, cycle
                 assert (active.report().pages, other.report().pages) == resident, cycle
                 device.trim()
                 device.reap(wait=True)
                 pages = device.snapshot()["pages"]
                 taken.add((gone, kv_pulled))
-                owners.add(tuple(pages[owner] for owner in ("weights", "kv", "retiring")))
+                owners.add(tuple(pages[owner] for owner in ("weights", "kv", "pending_free")))
                 device.check()
     finally:
         gc.unfreeze()
@@ -224,7 +238,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
     assert len(owners) == 1, owners
 
 
-def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
+def test_chaos_with_all_sources(model: Any, larger: Any, manager: Any) -> None:
     with install.stock():
         them: list[tuple[Any, Output]] = [(model, say(model)), (copy.deepcopy(larger), say(larger))]
     managed = [testing.manage(network, chaos=seed) for seed, (network, _) in enumerate(them)]
@@ -234,29 +248,29 @@ def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
         for network, expected in them:
             assert say(network).agrees(expected)
         assert bytes_that_exist() <= BUDGET
-    pulled: dict[tuple[str, str], int] = {}
+    reclaimed: dict[tuple[str, str], int] = {}
     for network in managed:
         assert chaos_of(network) is not None
-        for name, pages in chaos_of(network).pulled.items():
-            pulled[name] = pulled.get(name, 0) + pages
+        for name, pages in chaos_of(network).reclaimed.items():
+            reclaimed[name] = reclaimed.get(name, 0) + pages
     for name in (
-        ("hidden weights", "pull"),
-        ("hidden weights", "revert"),
-        ("inflate", "pull"),
-        ("trim", "pull"),
-        ("running KV", "pull"),
+        ("hidden weights", "reclaim"),
+        ("hidden weights", "restore"),
+        ("idle activations", "reclaim"),
+        ("trim", "reclaim"),
+        ("running KV", "reclaim"),
     ):
-        assert pulled.get(name, 0) > 0, pulled
+        assert reclaimed.get(name, 0) > 0, reclaimed
     for network in managed:
         network.release()
 
 
-def test_a_link_that_matters_is_measured(model: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(governor.link, "_bandwidth", None)
-    monkeypatch.setattr(governor.pages, "scarce", False)
+def test_a_link_that_matters_is_measured(model: Any, manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager.link, "_bandwidth", None)
+    monkeypatch.setattr(manager.pages, "scarce", False)
     with ballonet.manage(model):
         say(model)
-        assert governor.link.bandwidth is None
-        monkeypatch.setattr(governor.pages, "scarce", True)
+        assert manager.link.bandwidth is None
+        monkeypatch.setattr(manager.pages, "scarce", True)
         say(model)
-        assert governor.link.bandwidth is not None
+        assert manager.link.bandwidth is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator.errors import UnsupportedVersion
-from ballonet.hooks import vllm as seams
+from ballonet.hooks import vllm as patches
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 ALLOCATE = "vllm.v1.worker.utils"
@@ -17,7 +17,7 @@ ALLOCATE = "vllm.v1.worker.utils"
 
 def version(folder: Path, lacks: str = "", zeros: str = "torch.zeros(1)") -> None:
     """Writes a vLLM with all that is looked for, but for a name, a method or a module, that makes its cache so."""
-    for module, names in seams._NAMES.items():
+    for module, names in patches._NAMES.items():
         *packages, file = module.split(".")
         for depth in range(1, len(packages) + 1):
             inner = folder.joinpath(*packages[:depth])
@@ -53,7 +53,7 @@ def imported() -> list[str]:
 
 def test_a_version_with_all_of_it_will_do(folder: Path) -> None:
     version(folder)
-    seams.check()
+    patches.check()
 
 
 @pytest.mark.parametrize(
@@ -71,23 +71,23 @@ def test_a_version_with_all_of_it_will_do(folder: Path) -> None:
 def test_missing_seam_is_named(folder: Path, lacks: str) -> None:
     version(folder, lacks)
     with pytest.raises(UnsupportedVersion, match=rf"vLLM 0\.9 lacks {lacks}, which the connector stands on: use vLLM"):
-        seams.check()
+        patches.check()
 
 
 def test_a_cache_that_is_made_otherwise_is_refused(folder: Path) -> None:
     version(folder, zeros="torch.empty(1)")
     with pytest.raises(UnsupportedVersion, match="lacks allocate_kv_cache that makes"):
-        seams.check()
+        patches.check()
 
 
 def test_a_package_that_vllm_lacks_is_no_question_of_the_version(folder: Path) -> None:
     version(folder)
     (folder / "vllm" / "v1" / "core" / "block_pool.py").write_text("import no_such_package_of_vllm\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package_of_vllm"):
-        seams.check()
+        patches.check()
 
 
 def test_without_vllm_it_is_an_import_error(folder: Path) -> None:
     (folder / "vllm.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm'\", name='vllm')\n")
     with pytest.raises(ImportError, match="vllm"):
-        seams.check()
+        patches.check()

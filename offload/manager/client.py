@@ -1,8 +1,8 @@
-"""The contract between the governor and its clients: owners of pages that may be taken, and are restored
+"""The contract between the manager and its clients: owners of pages that may be taken, and are restored
 when there is room.
 
 `Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the layers of a
-managed model, the governor decides which stream, as layers must be spread evenly over an iteration (candidates.py). A
+managed model, the manager decides which stream, as layers must be spread evenly over an iteration (candidates.py). A
 `PageClient` says itself what it offers, and in which order. There are two: a KV cache (kv_client.py), which also holds
 cached prefixes and kept recurrent states, and the pages of batched requests (hooks/batching/pages.py).
 
@@ -10,18 +10,18 @@ Note [A new class of tensors]
     One file and one line. The file, in the folder of hooks/ that has the tensors, has a class that derives from
     `PageClient`, with a `name`, the time of its last use (`used`) and seven members. Its bytes lie in a `Range` of a
     group (`Device.group`, `Device.reserve`), which a `Mover` moves to a `Backing` and back (offload/residency). Its
-    offers have the rungs of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
-    `self.number = governor.add_client(self)`; the client goes when it is collected. Where it is first used within a
+    offers have the levels of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
+    `self.number = manager.add_client(self)`; the client goes when it is collected. Where it is first used within a
     forward of a managed model it has that model's priority and floor (clients.py, Note [Whose pages]). Then, on
     the thread that uses it:
 
     1. It leases its group (`GroupLease`): the core takes nothing that another thread leases.
-    2. At each use it calls `governor.taken_of(number)`, which also notes the use, and has its mover look for what was
+    2. At each use it calls `manager.taken_of(number)`, which also notes the use, and has its mover look for what was
        taken where that names offers.
-    3. It asks `governor.restorable_pages(number)`, gives so many pieces pages (`Mover.own`), starts the copies
+    3. It asks `manager.restorable_pages(number)`, gives so many pieces pages (`Mover.own`), starts the copies
     (`fetch`)
        and has its stream wait (`arrive`). `Range.note_use` says which stream reads or writes.
-    4. When what it offers has changed it calls `governor.client_changed(number)`.
+    4. When what it offers has changed it calls `manager.client_changed(number)`.
 
     `OptimizerState` in tests/test_client_contract.py is such a class; the tests there run on all clients. For chaos to
     move its pages, too, it implements `KV` of ballonet/testing/chaos.py.
@@ -37,7 +37,7 @@ from typing import Any, Final, Literal, Protocol
 from ...allocator._native import Range
 from ..policy.kv_pages import Way
 from ..policy.plan import Plan
-from ..policy.reclaim_order import Rung
+from ..policy.reclaim_order import Level
 from ..record.record import Point
 from .kv_read_plan import Streamed
 
@@ -46,7 +46,7 @@ INDICES_PER_SPLIT: Final = 2**16  # offers have lower ones; a further candidate 
 
 
 class Client(Protocol):
-    """Properties are read under the governor's lock and must not wait. Methods may be called on any thread, without
+    """Properties are read under the manager's lock and must not wait. Methods may be called on any thread, without
     that lock where their docstring says nothing else."""
 
     @property
@@ -65,7 +65,7 @@ class Offer:
     """Pages of a client that may be taken together. `index`: its number in the client, below `INDICES_PER_SPLIT`;
     `pages`: of the device, that it frees; `clean`: its backing has the bytes, so that nothing is copied when it is
     taken; `readers`: layers that read each of its pages in an iteration; `divisible`: any number of them may be taken;
-    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its rungs in the order of
+    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its levels in the order of
     reclaim, while its client is in use and while it is not."""
 
     index: int
@@ -74,8 +74,8 @@ class Offer:
     readers: int = 1
     divisible: bool = False
     resting: bool = False
-    in_use: Rung = Rung.RUNNING_KV
-    idle: Rung = Rung.IDLE_KV
+    in_use: Level = Level.RUNNING_KV
+    idle: Level = Level.IDLE_KV
 
 
 class IterationTimes(Protocol):
@@ -124,17 +124,17 @@ class ModelClient(Client, Protocol):
         """What its iterations take."""
 
     def wanted_until(self) -> float | None:
-        """Until when requests need it, on the governor's clock: infinity while whoever schedules them has some, else
+        """Until when requests need it, on the manager's clock: infinity while whoever schedules them has some, else
         when the last one ended; None where nobody schedules any."""
 
     def give_up(self, pages: int) -> int:
         """Up to so many device pages of prefixes that are kept for its prompts and that nobody uses go back, or a few
-        more, after their keys; how many. Called without the governor's lock, on any thread. DriverError."""
+        more, after their keys; how many. Called without the manager's lock, on any thread. DriverError."""
 
 
 class PageClient(ABC):
-    """Pages that are offered one by one. The governor refers to it weakly, and reads its properties and `offers` with
-    its lock: no lock may be taken for them that is held while the governor is called.
+    """Pages that are offered one by one. The manager refers to it weakly, and reads its properties and `offers` with
+    its lock: no lock may be taken for them that is held while the manager is called.
 
     How its numbers of pages nest: `pages` are `device_pages` and `displaced`; of `displaced`, `displaced_on_peer` lie
     on the peer and the others on the host, and `read_displaced` are read by the next iteration.
@@ -142,7 +142,7 @@ class PageClient(ABC):
 
     name: str
     model_name = ""  # of the model that it belongs to, for readers; "" where nobody knows, or `name` has it
-    used: float  # when it was used last, by the governor's clock
+    used: float  # when it was used last, by the manager's clock
     grows_by = 1  # pages: one for each of its ranges
     only_cached = False  # is it only there in case that a prompt begins with its tokens? Then it is idle at once
 
@@ -177,7 +177,7 @@ class PageClient(ABC):
     @property
     @abstractmethod
     def ranges(self) -> list[tuple[str, Range]]:
-        """The ranges that its pages lie in, with what is in each, for readers. Asked without the governor's lock, on
+        """The ranges that its pages lie in, with what is in each, for readers. Asked without the manager's lock, on
         any thread."""
 
     @property

@@ -1,9 +1,9 @@
 """A KV cache in use: what happens to its pages before, while and after its layers append.
 
 Note [Who calls]
-    The thread that uses the cache calls KVTier; the governor KVClient (kv_client.py), on any thread, `offers` even
+    The thread that uses the cache calls KVTier; the manager KVClient (kv_client.py), on any thread, `offers` even
     under its lock, or in a finalizer, in the middle of anything. So KVClient never waits for the lock of the cache, and
-    no holder of that lock calls the governor.
+    no holder of that lock calls the manager.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from threading import Lock
 
 from ...allocator._native import Device, Group, Transfer
 from ..policy.kv_pages import ahead, mean_seconds, scarce, window, worth_telling
-from ..policy.reclaim_order import Rung
+from ..policy.reclaim_order import Level
 from ..residency.kv_extent import KVExtent, KVExtents
-from .governor import Governor
 from .kv_client import KVClient, KVTurns
+from .memory_manager import MemoryManager
 
 
 class KVTier:
     """The pages of one cache in use. Refers to its ranges weakly."""
 
-    def __init__(self, device: Device, group: Group, governor: Governor, model_name: str = "") -> None:
+    def __init__(self, device: Device, group: Group, manager: MemoryManager, model_name: str = "") -> None:
         """`group`: of all its ranges; `model_name`: of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
         self.last_wait_succeeded = True  # did others give what they lease when they were waited for last?
-        self.governor = governor
+        self.manager = manager
         self.turns = KVTurns()
         self.extents = KVExtents(device)
         self.transfer = Transfer(device)  # the stream of its copies
-        self.client = KVClient(device, group, governor, self.extents, self.turns, self.transfer, self.lock)
+        self.client = KVClient(device, group, manager, self.extents, self.turns, self.transfer, self.lock)
         self._device = device
-        self._tuning = governor.tuning.kv_growth
+        self._tuning = manager.tuning.kv_growth
         self._way = self.client.way
         self._restoring = Lock()  # held while pages get their bytes
         self._arrives = False  # are pages being restored, as far as known?
-        self._unreported = 0  # full pages that the governor was not told of
-        self._slot_changes = 0  # the count of slot changes that the governor was told last
+        self._unreported = 0  # full pages that the manager was not told of
+        self._slot_changes = 0  # the count of slot changes that the manager was told last
         self.client.model_name = model_name
-        self.number = governor.add_client(self.client)
+        self.number = manager.add_client(self.client)
 
     def add(self, extent: KVExtent) -> int:
         """Adds a range and returns its number."""
@@ -59,7 +59,7 @@ class KVTier:
         wanted = self._tuning.layers * pages
         if self._device.available < wanted:
             self.client.write_behind(wanted)
-            self.governor.reclaim.publish_now()
+            self.manager.reclaim.publish_now()
 
     def show(self, extent: KVExtent, stream: int | None) -> None:
         """Has `stream`, with None the host, find the tokens of this range at its addresses, until a layer enters. On
@@ -79,21 +79,21 @@ class KVTier:
         `stream`. `more`: pages that each range gets for them; `forward`: the number of its lease, 0 outside of one.
         DriverError."""
         client, way = self.client, self._way
-        if self.governor.taken_of(self.number):
+        if self.manager.taken_of(self.number):
             self.extents.look_anew()
         if client.saving.notice() or self._unreported:
             self._unreported = 0
-            self.governor.client_changed(self.number)
+            self.manager.client_changed(self.number)
         away = self.extents.away
-        pages = self.governor.restorable_pages(self.number) if away else 0
-        client.used, self.turns.stream, client.takable.prefills = self.governor.clock(), stream, rows > 1
+        pages = self.manager.restorable_pages(self.number) if away else 0
+        client.used, self.turns.stream, client.takable.prefills = self.manager.clock(), stream, rows > 1
         if pages:
             self.restore(pages, stream)
             away = self.extents.away
         client.goal = 0
         if more:
             client.goal = client.pages + more * client.grows_by
-            self.governor.repayment.needs(self.number, more * client.grows_by)
+            self.manager.repayment.needs(self.number, more * client.grows_by)
         if away or way.slots:
             self._arrange(stream, rows, away)
         else:
@@ -103,18 +103,18 @@ class KVTier:
         self.turns.forward = 0 if away or way.slots or self._arrives else forward
         if way.changes != self._slot_changes:
             self._slot_changes = way.changes
-            self.governor.client_changed(self.number)
+            self.manager.client_changed(self.number)
 
     def grown(self, pages: int, soon: bool) -> None:
-        """Notes that so many more pages are full. `soon`: where pages are scarce the governor is told before the next
+        """Notes that so many more pages are full. `soon`: where pages are scarce the manager is told before the next
         iteration, once they are worth a new list."""
         self._unreported += pages
         total = self._device.budget // self._device.page_size
         if not soon or not worth_telling(self._unreported, total, self._tuning):
             return
-        if self.governor.pages.scarce or scarce(self._device.available, total, self.governor.tuning.pages):
+        if self.manager.pages.scarce or scarce(self._device.available, total, self.manager.tuning.pages):
             self._unreported = 0
-            self.governor.client_changed(self.number)
+            self.manager.client_changed(self.number)
 
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
         """Maps pages ahead after a token came to the range of this number; see `ahead`."""
@@ -126,14 +126,14 @@ class KVTier:
     def restore(self, pages: int, stream: int) -> int:
         """Restores so many pages that are away, if there is room, range after range; returns how many. DriverError."""
         self.extents.look()
-        began, reading = self.governor.clock(), self._reading(self.extents.away)
+        began, reading = self.manager.clock(), self._reading(self.extents.away)
         extents = [extent for extent in self.extents.all() if extent.away]
         shown = [extent for extent in extents if not extent.alone()]  # the others have no tensors over them by now
         back = self.bring_back(extents, pages, shown, stream)
         if back:
             predicted = None if reading is None else back * reading
-            self.decided(Rung.RUNNING_KV.label, "revert", back, predicted, self.governor.clock() - began)
-            self.governor.client_changed(self.number)
+            self.decided(Level.RUNNING_KV.label, "restore", back, predicted, self.manager.clock() - began)
+            self.manager.client_changed(self.number)
         return back
 
     def bring_back(
@@ -166,25 +166,25 @@ class KVTier:
         return back
 
     def decided(
-        self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
+        self, source: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
     ) -> None:
         """Logs an event about the cache's pages, by this thread. Times are in seconds."""
         what = self.client.name
-        self.governor.events.decided(lever, verb, pages, what=what, predicted=predicted, measured=measured)
+        self.manager.events.decided(source, verb, pages, what=what, predicted=predicted, measured=measured)
 
     def _arrange(self, stream: int, rows: int, away: int) -> None:
         """Arranges how pages that stay away are read. Logs an event where slots come or go."""
         seconds = self._reading(away)
         link = None if seconds is None else self._device.page_size / seconds
-        began = self.governor.clock()
+        began = self.manager.clock()
         chosen = self._way.arrange(self.extents.first(self.turns.order), rows, link, stream)
         if chosen is not None:
             now = self.client.streamed
-            verb, pages = "pull" if now.slots else "revert", now.slots * now.slot_pages
-            self.decided("layer stream", verb, pages, chosen.exposed, self.governor.clock() - began)
+            verb, pages = "reclaim" if now.slots else "restore", now.slots * now.slot_pages
+            self.decided("layer stream", verb, pages, chosen.exposed, self.manager.clock() - began)
 
     def _reading(self, away: int) -> float | None:
         """Mean seconds to copy a page that is away, from where it lies; None where a link that it needs was not
         measured."""
         near = self.extents.near
-        return mean_seconds(near, away - near, self.governor.link.peer_page_seconds, self.governor.link.page_seconds)
+        return mean_seconds(near, away - near, self.manager.link.peer_page_seconds, self.manager.link.page_seconds)

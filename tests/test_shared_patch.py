@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ballonet.allocator.patches import Seam, Undo
+from ballonet.allocator.patches import SharedPatch, Undo
 
 
 class Library:
@@ -40,35 +40,35 @@ class Library:
 
 def test_parts_are_replaced_by_the_first_user_and_put_back_by_the_last() -> None:
     library = Library()
-    seam = Seam[str](library.replace)
-    seam.add(1, "a")
-    seam.add(2, "b")
-    seam.also("third", lambda: library.put("third"))
-    seam.also("third", lambda: library.put("third"))
-    assert (seam.users, seam.get(1), seam.get(3)) == (("a", "b"), "a", None)
-    seam.remove(1)
-    seam.remove(1)
+    patch = SharedPatch[str](library.replace)
+    patch.add(1, "a")
+    patch.add(2, "b")
+    patch.also("third", lambda: library.put("third"))
+    patch.also("third", lambda: library.put("third"))
+    assert (patch.users, patch.get(1), patch.get(3)) == (("a", "b"), "a", None)
+    patch.remove(1)
+    patch.remove(1)
     assert library.ours == ["first", "second", "third"]
-    seam.remove(2)
-    assert (library.ours, library.done, seam.users) == ([], ["third", "second", "first"], ())
-    seam.add(1, "a")
-    seam.also("third", lambda: library.put("third"))
+    patch.remove(2)
+    assert (library.ours, library.done, patch.users) == ([], ["third", "second", "first"], ())
+    patch.add(1, "a")
+    patch.also("third", lambda: library.put("third"))
     assert library.ours == ["first", "second", "third"]
 
 
 def test_failed_replacement_changes_nothing() -> None:
     library = Library()
     library.refuses = True
-    seam = Seam[str](library.replace)
+    patch = SharedPatch[str](library.replace)
     with pytest.raises(AttributeError, match="second"):
-        seam.add(1, "a")
-    assert (library.ours, seam.users) == ([], ())
+        patch.add(1, "a")
+    assert (library.ours, patch.users) == ([], ())
 
 
 def test_interrupted_restoring_goes_on_where_it_was() -> None:
     library = Library()
-    seam = Seam[str](library.replace)
-    seam.add(1, "a")
+    patch = SharedPatch[str](library.replace)
+    patch.add(1, "a")
     interrupts = [KeyboardInterrupt()]
 
     def interrupted() -> Undo:
@@ -78,9 +78,9 @@ def test_interrupted_restoring_goes_on_where_it_was() -> None:
 
         return undo
 
-    seam.also("interrupted", interrupted)
+    patch.also("interrupted", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        seam.remove(1)
+        patch.remove(1)
     assert library.ours == ["first", "second"]
-    seam.remove(1)
+    patch.remove(1)
     assert library.ours == []

@@ -1,4 +1,4 @@
-"""What SLOs have models stream (Select-N): the governor with a device and models that are made up."""
+"""What SLOs have models stream (Select-N): the manager with a device and models that are made up."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PAGES = DEFAULT.pages
 
 def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
     """Select-N, phases: the smallest interval of each, switched between iterations; i_prefill ≤ i_decode."""
-    device, governor, _, (a,) = governed(60, {"tpot": 0.025, "ttft": 0.06})
+    device, manager, _, (a,) = governed(60, {"tpot": 0.025, "ttft": 0.06})
     assert device.free == 20
     seen = {}
     for phase, slo in (("prefill", 0.06), ("decode", 0.025), ("prefill", 0.06), ("decode", 0.025)):
-        decision = a.step(governor, phase)  # type: ignore[arg-type]
+        decision = a.step(manager, phase)  # type: ignore[arg-type]
         costs = Costs(EQUAL, a.times[phase], 0.001)  # type: ignore[arg-type]
         assert decision.interval == meeting(costs, slo)
         assert decision.plan == a.plan == costs.plan(decision.interval)  # type: ignore[arg-type]
@@ -44,24 +44,24 @@ def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
 def test_slo_of_requests_is_a_limit_and_no_aim() -> None:
     """Nothing streams because it may; what memory demands does, as long as that keeps what is asked. Layers come back
     where it does not and pages are free."""
-    device, governor, _, (a,) = governed(60, {"tpot": 0.03, "decode": 0.005})
+    device, manager, _, (a,) = governed(60, {"tpot": 0.03, "decode": 0.005})
     a.others_wait = True
-    assert a.step(governor).plan.streamed == ()
+    assert a.step(manager).plan.streamed == ()
     assert device.grow(25)
-    lent = a.step(governor)
+    lent = a.step(manager)
     assert lent.plan.streamed
     assert lent.seconds is not None
     assert 0.0052 < lent.seconds <= 0.03
     device.kv = 0
-    assert a.step(governor).plan == lent.plan, "it keeps what is asked"
+    assert a.step(manager).plan == lent.plan, "it keeps what is asked"
     a.tpot_slo = 0.0052
-    governor.changed(a)
-    assert a.step(governor).plan.streamed == (), "it does not, and pages are free"
+    manager.changed(a)
+    assert a.step(manager).plan.streamed == (), "it does not, and pages are free"
 
 
 def test_the_interval_follows_batch_and_length() -> None:
     """Select-N, record: looked up for each iteration by the next powers of two."""
-    _device, governor, _, (a,) = governed(60, {"tpot": 0.1})
+    _device, manager, _, (a,) = governed(60, {"tpot": 0.1})
     seen: list[Point] = []
 
     def seconds(point: Point) -> float:
@@ -69,7 +69,7 @@ def test_the_interval_follows_batch_and_length() -> None:
         return 0.01 * point.batch
 
     a.seconds = seconds  # type: ignore[method-assign]
-    intervals = [a.step(governor, batch=batch, length=9).interval for batch in (1, 2, 4, 5, 8, 16)]
+    intervals = [a.step(manager, batch=batch, length=9).interval for batch in (1, 2, 4, 5, 8, 16)]
     assert intervals[3] == intervals[4] == meeting(Costs(EQUAL, 0.08, 0.001), 0.1)
     assert a.decisions[3].seconds == a.decisions[4].seconds == 0.08, "five sequences count as eight"
     assert a.decisions[5].refusal is not None, "computing alone takes longer"
@@ -80,51 +80,51 @@ def test_the_interval_follows_batch_and_length() -> None:
 
 def test_a_phase_without_an_slo() -> None:
     """Decoding then streams as little as it can; a prefill does as decoding does."""
-    _device, governor, _, (a, b) = governed(120, {"ttft": 0.06}, {"tpot": 0.025})
-    assert len(a.step(governor, "prefill").plan.streamed) == 8
-    assert a.step(governor, "decode").plan == Plan(EQUAL)
-    decoding = b.step(governor, "decode").plan
+    _device, manager, _, (a, b) = governed(120, {"ttft": 0.06}, {"tpot": 0.025})
+    assert len(a.step(manager, "prefill").plan.streamed) == 8
+    assert a.step(manager, "decode").plan == Plan(EQUAL)
+    decoding = b.step(manager, "decode").plan
     assert decoding.streamed
-    assert b.step(governor, "prefill").plan == decoding
+    assert b.step(manager, "prefill").plan == decoding
 
 
 def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once() -> None:
-    _device, governor, _, (a, _b) = governed(90, {"tpot": 0.02}, {"interval": None})
-    first = a.step(governor, "decode")
+    _device, manager, _, (a, _b) = governed(90, {"tpot": 0.02}, {"interval": None})
+    first = a.step(manager, "decode")
     assert (first.interval, first.refusal) == (2, None), "half of its layers hide behind the others"
     a.times["decode"] = 0.021
-    governor.changed(a)
-    missed = a.step(governor)
+    manager.changed(a)
+    missed = a.step(manager)
     assert missed.plan == Plan(EQUAL)
     assert isinstance(missed.refusal, Refusal)
     assert missed.refusal.slo == 0.021
     assert missed.notice is not None
     assert "20 ms" in missed.notice
-    assert a.step(governor).notice is None
-    again = a.step(governor, batch=2)
+    assert a.step(manager).notice is None
+    again = a.step(manager, batch=2)
     assert again.refusal is not None
     assert again.notice is None
     _, other, _, (c,) = governed(90, {"tpot": 0.01})
     assert [c.step(other).notice is not None for _ in range(3)] == [True, False, False]
     a.times["decode"] = 0.02
-    governor.changed(a)
-    assert a.step(governor).refusal is None
+    manager.changed(a)
+    assert a.step(manager).refusal is None
 
 
 def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
     """The model takes back what it needs as far as pages are free, and tries again when more are."""
-    device, governor, _, (a,) = governed(40, {"tpot": 0.04, "decode": 0.02})
-    a.step(governor)
+    device, manager, _, (a,) = governed(40, {"tpot": 0.04, "decode": 0.02})
+    a.step(manager)
     assert len(a.plan.streamed) == 8
     assert device.grow(30)
     a.tpot_slo = 0.021
-    governor.changed(a)
-    assert a.step(governor).refusal is not None
+    manager.changed(a)
+    assert a.step(manager).refusal is not None
     assert a.device_pages == 10
     for _ in range(3):
-        assert a.step(governor).refusal is not None
+        assert a.step(manager).refusal is not None
     device.kv = 0
-    assert a.step(governor).refusal is None
+    assert a.step(manager).refusal is None
     assert a.decisions[-1].interval == meeting(Costs(EQUAL, 0.02, 0.001), 0.021)
 
 
@@ -161,7 +161,7 @@ def two_on_a_link(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int]:
 def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[str, Any]], int]) -> None:
     """Select-N, coordinator: whatever both streamed before, and with whatever pages; and nobody's pages are missing."""
     options, free = drawn
-    device, governor, _, them = governed(1000, *options)
+    device, manager, _, them = governed(1000, *options)
     device.kv = device.free - free - 1000 // PAGES.spare
     room = free + sum(client.device_pages for client in them)
     clients = [
@@ -180,7 +180,7 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     )
     for _ in range(3):
         for client in them:
-            client.step(governor)
+            client.step(manager)
     kept = all(client.decisions[-1].refusal is None for client in them)
     assert kept or not possible
     if possible and isinstance(best, Shares):
@@ -202,37 +202,37 @@ def test_admission(
     pages: Sequence[int], seconds: float, tpot: float, ttft: float | None, available: int, beside: bool
 ) -> None:
     """Select-N, admission: refused with the reason and what would do, never an exception; what is admitted is kept."""
-    device, governor, clock, them = governed(200, *[{"name": "z", "tpot": 0.025}] * beside)
+    device, manager, clock, them = governed(200, *[{"name": "z", "tpot": 0.025}] * beside)
     for client in them:
-        client.step(governor)
+        client.step(manager)
     device.kv = device.free - available
     clock.now += 9 * PAGES.idle  # whoever waits now may run beside it
     new = FakeModel(device, "new", pages, tpot=seconds * tpot, decode=seconds, prefill=seconds)
     new.ttft_slo = None if ttft is None else seconds * ttft
     device.models.remove(new)
-    admission = governor.admit(new, available)
+    admission = manager.admit(new, available)
     if admission is None:
         device.models.append(new)
         new.plan = fewest(tuple(pages), available, Fraction(4)) or new.plan
-        governor.add(new)
+        manager.add(new)
         for _ in range(3):
             for client in (*them, new):
-                client.step(governor)
+                client.step(manager)
         assert all(client.decisions[-1].refusal is None for client in (*them, new))
     elif admission.slo is not None:
         new.tpot_slo = max(new.tpot_slo or 0, admission.slo)
         new.ttft_slo = new.ttft_slo and max(new.ttft_slo, admission.slo)
         assert admission.slo > min(seconds * tpot, seconds * (ttft or tpot))
-        again = governor.admit(new, available)
+        again = manager.admit(new, available)
         assert again is None or ttft is not None or beside
     if tpot < 1.0:
         assert admission is not None, "below the time that it takes resident"
 
 
 def test_model_nobody_measured_is_admitted() -> None:
-    device, governor, _, (a,) = governed(80, {"decode": None, "prefill": None, "tpot": 1e-9})
-    assert governor.admit(FakeModel(device, "new", decode=None, tpot=1e-9), 40) is None
-    assert "assumed" in a.step(governor).why
+    device, manager, _, (a,) = governed(80, {"decode": None, "prefill": None, "tpot": 1e-9})
+    assert manager.admit(FakeModel(device, "new", decode=None, tpot=1e-9), 40) is None
+    assert "assumed" in a.step(manager).why
 
 
 @settings(max_examples=30)
@@ -256,17 +256,17 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
                 "ttft": draw(st.sampled_from([None, 3 * seconds])),
             }
         )
-    device, governor, clock, them = governed(sum(sum(option["pages"]) for option in options) + 20, *options)
+    device, manager, clock, them = governed(sum(sum(option["pages"]) for option in options) + 20, *options)
     for _ in range(draw(st.integers(1, 6))):
         traffic = draw(st.sampled_from([0, LINK // 3, LINK // 2, LINK]))
-        governor.link.set_traffic(traffic)
+        manager.link.set_traffic(traffic)
         clock.now += 2 * PAGES.idle
         device.kv = draw(st.integers(0, device.free + device.kv))
         running = draw(st.lists(st.sampled_from(them), min_size=1, unique_by=id))
         phases = [draw(st.sampled_from(["prefill", "decode"])) for _ in running]
         decisions = []
         for _ in range(4):
-            decisions = [client.step(governor, phase) for client, phase in zip(running, phases, strict=True)]
+            decisions = [client.step(manager, phase) for client, phase in zip(running, phases, strict=True)]
         clients = [
             LinkClient(
                 client.name,
@@ -295,59 +295,59 @@ def test_layers_offered_while_the_link_was_free_are_not_promised() -> None:
     times = {"a": (0.016, 0.032), "b": (0.08, 0.16)}
     slos: dict[str, dict[str, Any]] = {"a": {"ttft": 0.048}, "b": {"tpot": 0.08}}
     models = [{"decode": decode, "prefill": prefill, **slos[name]} for name, (decode, prefill) in times.items()]
-    device, governor, clock, (a, b) = governed(100, *models)
-    governor.link.set_traffic(LINK // 3)
+    device, manager, clock, (a, b) = governed(100, *models)
+    manager.link.set_traffic(LINK // 3)
     clock.now += 2 * PAGES.idle
     for _ in range(4):
-        a.step(governor, "prefill")
-        b.step(governor)
+        a.step(manager, "prefill")
+        b.step(manager)
     assert len(b.plan.streamed) == 8
-    governor.link.set_traffic(LINK)
+    manager.link.set_traffic(LINK)
     clock.now += 2 * PAGES.idle
     device.kv = 21
-    assert b.step(governor).refusal is not None, "resident it would need more pages than there are"
+    assert b.step(manager).refusal is not None, "resident it would need more pages than there are"
 
 
 def test_layers_that_an_slo_forbids_are_not_taken() -> None:
-    device, governor, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
-    governor.link.set_traffic(LINK)
+    device, manager, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
+    manager.link.set_traffic(LINK)
     for client in (a, b):
-        client.step(governor)
+        client.step(manager)
     assert a.plan == Plan(EQUAL), "there is nothing left of the link"
     assert {name for name, _ in keys(device)} == {"b"}
-    governor.link.set_traffic(0)
+    manager.link.set_traffic(0)
     for client in (a, b):
-        client.step(governor)
+        client.step(manager)
     assert len(a.plan.streamed) == 4
     assert {name for name, _ in keys(device)} == {"b"}, "it streams what it may already"
     clock.now += 2 * PAGES.idle
     a.tpot_slo = None
     a.ttft_slo = 0.029
-    governor.changed(a)
-    b.step(governor)
+    manager.changed(a)
+    b.step(manager)
     assert {name for name, _ in keys(device)} == {"b"}, "a prefill takes longer than that as it is"
 
 
 def test_a_model_that_waits_leaves_the_link_to_the_others() -> None:
     """Select-N §4.5, the special case: alone it is served with its smallest interval."""
-    _, governor, clock, (a, b) = governed(80, {"tpot": 0.045}, {"tpot": 0.045})
+    _, manager, clock, (a, b) = governed(80, {"tpot": 0.045}, {"tpot": 0.045})
     for _ in range(2):
         for client in (a, b):
-            client.step(governor)
+            client.step(manager)
     assert {len(client.plan.streamed) for client in (a, b)} != {8}, "the link is too slow for both"
     less = min((a, b), key=lambda each: len(each.plan.streamed))
     clock.now += 2 * PAGES.idle
-    less.step(governor)
+    less.step(manager)
     assert len(less.plan.streamed) == 8
 
 
 def test_pages_that_an_slo_needs_are_taken_from_models_that_wait() -> None:
-    device, governor, clock, (a, _) = governed(80, {"tpot": 0.045}, {})
-    a.step(governor)
+    device, manager, clock, (a, _) = governed(80, {"tpot": 0.045}, {})
+    a.step(manager)
     device.kv = device.free
     a.tpot_slo = 0.025
-    governor.changed(a)
+    manager.changed(a)
     clock.now += 2 * PAGES.idle
-    assert a.step(governor).refusal is None
+    assert a.step(manager).refusal is None
     assert {name for name, _ in device.trace} == {"b"}
     assert len(a.plan.streamed) == 4

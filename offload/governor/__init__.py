@@ -1,6 +1,0 @@
-"""The governor of a device: what it knows of models, caches and pages, and the levers that it pulls.
-
-The face: `Governor` and its `Surroundings` (governor.py); the contract of its clients, `ModelClient`, `PageClient` and
-`Offer` (client.py); its answers, `StreamDecision` and `Lendable` (decision.py) and `Streamed` (kv_read_plan.py);
-`KVTier`, the client of a KV cache (kv_tier.py).
-"""
