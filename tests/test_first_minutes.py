@@ -5,21 +5,27 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    pipeline,
 )
 
 import ballonet
@@ -109,6 +115,55 @@ def test_an_encoder_used_first_is_taken_over_by_the_model_around_it() -> None:
         assert torch.equal(made.sequences, expected)
         assert ballonet.report().conclusion == "managed T5Stack, T5ForConditionalGeneration"
         del made
+
+
+def image_first(model: Any) -> torch.Tensor:
+    """An answer about images whose features the program looks at before."""
+    asked = models.questions("llava", 1)
+    model.get_image_features(asked["pixel_values"], return_dict=True)
+    return model.generate(**asked, max_new_tokens=6, do_sample=False)
+
+
+def trunk_first(model: Any) -> torch.Tensor:
+    """An answer of a model that got adapters after its trunk was in use."""
+    model.model(models.prompts(1, 7)["input_ids"], use_cache=False)
+    with install.stock():
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    return adapted.generate(**models.prompts(2, 7), max_new_tokens=6, do_sample=False)
+
+
+def pipeline_after_trunk(model: Any) -> torch.Tensor:
+    """What `pipeline()` generates with a model whose trunk was in use."""
+    model.model(models.prompts(1, 7)["input_ids"], use_cache=False)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(model.config.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    ask = pipeline("text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    (said,) = ask("w5 w9 w33 w71", max_new_tokens=6, do_sample=False, return_full_text=False)
+    return torch.tensor([int(word[1:]) for word in said["generated_text"].split()])
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "part"),
+    [
+        ("llava", image_first, "CLIPVisionModel"),
+        ("llama", trunk_first, "LlamaModel"),
+        ("llama", pipeline_after_trunk, "LlamaModel"),
+    ],
+    ids=["images", "adapters", "a pipeline"],
+)
+def test_a_whole_is_managed_however_its_part_came_first(
+    name: str, use: Callable[[Any], torch.Tensor], part: str
+) -> None:
+    with install.stock():
+        stock, model = models.build(name), models.build(name)
+        expected = use(stock)
+    with first_uses() as watching:
+        answered = use(model)
+        assert part in ballonet.report().conclusion
+        assert torch.equal(answered, expected)
+        assert all_in_pool(model)
+        assert len(watching.managed) == 1
 
 
 def test_a_part_that_streams_is_taken_over_where_both_would_not_fit(device: Device) -> None:
