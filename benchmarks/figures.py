@@ -27,6 +27,7 @@ PROGRAMS = {  # benchmarks/bench_NAME.py, and what it measures
     "decode": ("decode", "prefill", "kv-growth"),
     "serve": ("serve", "serve-plain"),
     "batch_attention": ("batch-attention",),
+    "images": ("images",),
     "peak": ("peak",),
     "sleep": ("sleep", "sync"),
     "slo": ("slo",),
@@ -37,7 +38,7 @@ CLAIMS = (  # of the README, in its order: the first machine's table of each, th
     *("oom", "context", "prefix", "streaming", "speed", "calls", "decode", "prefill"),
     *("kv-growth", "serve", "serve-plain", "peak", "shrink"),
 )
-OTHERS = ("sleep", "sync", "slo", "tenants", "hit-rate", "batch-attention", "replicas")
+OTHERS = ("sleep", "sync", "images", "slo", "tenants", "hit-rate", "batch-attention", "replicas")
 OMITTED = {  # columns that only the stored results have
     "context": ("what gave pages",),
     "decode": ("longest of stock", "longest of ballonet"),

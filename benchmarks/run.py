@@ -69,7 +69,7 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-pressure": Part(
-        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix", "sleep", "sync"),
+        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix", "sleep", "sync", "images"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
@@ -105,7 +105,7 @@ PARTS: Mapping[str, Part] = {
             "tests/gpu/test_manage_*.py",
             "tests/gpu/test_pace.py",
         ),
-        benchmarks=("streaming",),
+        benchmarks=("streaming", "images"),
     ),
     "remap": Part(
         tests=("tests/gpu/test_remap_*.py",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -197,7 +198,7 @@ def test_modules_of_a_pipeline_are_found_once_and_not_within_each_other() -> Non
         ballonet.manage(3)
 
 
-def test_a_pipeline_of_diffusers_gives_the_images_of_stock_below_its_weights(device: Device) -> None:
+def test_a_pipeline_of_diffusers_gives_the_images_of_stock_and_of_group_offloading(device: Device) -> None:
     diffusers = pytest.importorskip("diffusers")
     with install.stock():
         torch.manual_seed(0)
@@ -207,15 +208,20 @@ def test_a_pipeline_of_diffusers_gives_the_images_of_stock_below_its_weights(dev
             norm_num_groups=8,
         ).eval()  # fmt: skip
         pipeline = diffusers.DDIMPipeline(unet, diffusers.DDIMScheduler())
-    pipeline.set_progress_bar_config(disable=True)
+        offloaded = diffusers.DDIMPipeline(copy.deepcopy(unet), diffusers.DDIMScheduler())
+    for one in (pipeline, offloaded):
+        one.set_progress_bar_config(disable=True)
+    cpu = torch.device("cpu")
+    diffusers.hooks.apply_group_offloading(offloaded.unet, cpu, cpu, offload_type="leaf_level")
 
-    def images() -> torch.Tensor:
+    def images(pipeline: Any = pipeline) -> torch.Tensor:
         made = pipeline(
             batch_size=1, generator=torch.Generator().manual_seed(3), num_inference_steps=3, output_type="np"
         )
         return torch.from_numpy(made.images)
 
     expected = images()
+    assert torch.equal(images(offloaded), expected)
     weights = sum(weight.nbytes for weight in unet.parameters())
     ballonet.set_budget(device.snapshot()["created"] * PAGE + 2 * weights)
     with ballonet.manage(pipeline, interval=1) as managed:
