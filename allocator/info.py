@@ -28,6 +28,16 @@ CUDNN: Final = (
     "off from manage() to the last release(), as it compiles a plan for every new length and does not repeat itself; "
     "torch's choice with BALLONET_PIECES=none"
 )
+PEER: Final = "a peer for KV could be used"
+HOST_PAGES: Final = "host pages at device addresses"
+GRAPHS: Final = "decoding by CUDA graphs"
+ATTENTION: Final = "cuDNN's attention"
+NEEDED: Final = ("pages on a device", *versions.SUPPORTED)  # checks without which nothing works
+CONCLUDED: Final = (*NEEDED, "CUDA", "preflight", HOST_PAGES, GRAPHS, ATTENTION)  # those that are no shortcoming, too
+_ALONE: Final = "no other device can be reached: a second pool on this one, only"
+_NO_NEED: Final = "not done, and not needed on a CPU: it tries the driver of a GPU"
+_TO_DO: Final = "Run `ballonet preflight` once: it tries what ballonet assumes of this device and driver."
+_STYLES: Final = {"yes": "green", "no": "yellow"}
 Facts = dict[str, Any]
 
 
@@ -52,37 +62,87 @@ def gather(config: Config, ballonet: str) -> Facts:
     }
 
 
-def show(facts: Facts) -> None:
-    """Prints what `gather` found, for people."""
+def show(facts: Facts, *, verbose: bool = False) -> None:
+    """Prints what `gather` found, for people: the machine, what is missing, and what that means. `verbose`: all checks
+    and versions, too."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    device = facts["device"]
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_row("ballonet", f"{facts['ballonet']} on Python {facts['python']}")
-    for name, version in facts["versions"].items():
-        table.add_row(name, version or "not installed")
-    table.add_row("device", f"{device['name']}, {format_size(device['total_memory'])}" if device else "none")
+    console = Console(highlight=False, markup=False)
+    for rows in (_rows(facts, verbose), _marked(facts, verbose)):
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
+        if table.row_count:
+            console.print(table)
+            console.print()
+    console.print(conclusion(facts))
+
+
+def _rows(facts: Facts, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yields (what, value) of the machine."""
+    device, defaults, memory, told = facts["device"], facts["defaults"], facts["memory"], facts["versions"]
+    yield "ballonet", f"{facts['ballonet']} on Python {facts['python']}"
+    for name, version in told.items():
+        if verbose or name in versions.SUPPORTED:
+            yield name, version or "not installed"
+    yield "device", f"{_name(device)}, {format_size(device['total_memory'])}" if device else "none"
     if device:
-        table.add_row("driver", f"{device['driver']} ({device['library']})")
-        table.add_row("page size", format_size(facts["defaults"]["page_size"]))
-        budget = facts["defaults"]["budget"]
-        table.add_row("budget", format_size(budget) if budget else "chosen at install() from the free memory")
-        peer = facts["defaults"]["peer"]
-        used = f"{peer}, {format_size(facts['defaults']['peer_budget'])}" if peer else "none is used (BALLONET_PEER)"
-        table.add_row("peer", used)
-    memory = facts["memory"]
-    table.add_row("host memory", f"{format_size(memory['available'])} of {format_size(memory['total'])} available")
-    console.print(table)
-    console.print()
-    checks = Table(show_header=False, box=None, pad_edge=False)
+        if verbose or device["kind"] == "cuda":
+            yield "driver", f"{device['driver']} ({device['library']})"
+        yield "page size", format_size(defaults["page_size"])
+        budget = defaults["budget"]
+        yield "budget", format_size(budget) if budget else "chosen at install() from the free memory"
+        if defaults["peer"]:
+            yield "peer for KV", f"{defaults['peer']}, {format_size(defaults['peer_budget'])}"
+        elif verbose:
+            yield "peer for KV", f"none is used (BALLONET_PEER); there could be {_possible_peer(facts)}"
+    yield "host memory", f"{format_size(memory['available'])} of {format_size(memory['total'])} available"
+
+
+def _name(device: Facts) -> str:
+    return str(device["name"]) if device["kind"] == "cuda" else "the CPU (host stand-in)"
+
+
+def _possible_peer(facts: Facts) -> str:
+    (detail,) = (check["detail"] for check in facts["checks"] if check["name"] == PEER)
+    return "a second pool on this device" if detail == _ALONE else str(detail)
+
+
+def _marked(facts: Facts, verbose: bool) -> Iterator[tuple[str, str, str]]:
+    """Yields (yes or no, what, what that means): what is missing and not in the conclusion, or all."""
+    on_cpu = facts["device"] is not None and facts["device"]["kind"] != "cuda"
     for check in facts["checks"]:
-        mark = "[green]yes[/]" if check["works"] else "[yellow]no[/]"
-        checks.add_row(mark, check["name"], check["detail"])
-    console.print(checks)
+        name, works, detail = check["name"], check["works"], check["detail"]
+        if name == PEER or not (verbose or (name not in CONCLUDED and not works)):
+            continue  # the row of the machine says it
+        if name == "preflight" and on_cpu and not works:
+            yield "-", name, _NO_NEED
+        else:
+            yield "yes" if works else "no", name, detail
+
+
+def conclusion(facts: Facts) -> str:
+    """Says in sentences what works on this machine, what does not, and what is to be done."""
+    checks = {check["name"]: check for check in facts["checks"]}
+    wrong = [f"{name}: {checks[name]['detail']}" for name in NEEDED if not checks[name]["works"]]
+    if wrong:
+        return f"ballonet does not work here: {'; '.join(wrong)}."
+    host = checks[HOST_PAGES]
+    leaves = (
+        "weights and KV that do not fit into the budget move to host memory"
+        if host["works"]
+        else f"but nothing can move to host memory: {host['detail']}"
+    )
+    if facts["device"]["kind"] != "cuda":
+        cuda = checks["CUDA"]
+        why = "the CPU was asked for (BALLONET_DEVICE)" if cuda["works"] else cuda["detail"]
+        return f"ballonet works here, for models on the CPU; {leaves}. No GPU is used: {why}."
+    graphs = checks[GRAPHS]
+    decodes = "Models decode by CUDA graphs" if graphs["works"] else f"No CUDA graphs: {graphs['detail']}"
+    tried = "" if checks["preflight"]["works"] else f" {_TO_DO}"
+    return f"ballonet works here, for models on the GPU; {leaves}. {decodes}.{tried}"
 
 
 def _target(config: Config) -> tuple[device_choice.Target | None, str]:
@@ -132,20 +192,16 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
         yield "pages on a device", True, where
     yield "CUDA", *_cuda(config)
     if target is not None:
-        yield "host pages at device addresses", *_host_pages(config, target)
+        yield HOST_PAGES, *_host_pages(config, target)
         if target.kind == "cuda":
             why = findings.why_no_graphs(config, target.facts)
             asked = environment().get("BALLONET_PIECES", "auto") != "none"
-            yield "decoding by CUDA graphs", not why and asked, why or ("" if asked else "turned off (BALLONET_PIECES)")
+            yield GRAPHS, not why and asked, why or ("" if asked else "turned off (BALLONET_PIECES)")
             if not why and asked:
-                yield "cuDNN's attention", False, CUDNN
+                yield ATTENTION, False, CUDNN
         yield "preflight", *_preflight(config, target)
         others = ", ".join(f"device {fact}" for fact in target.facts["peers"])
-        yield (
-            "a peer for KV could be used",
-            True,
-            others or "no other device can be reached: a second pool on this one, only",
-        )
+        yield PEER, True, others or _ALONE
         shared = target.facts["posix_handles"]
         yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
     yield "companion for torch", *_companion(config)

@@ -91,8 +91,8 @@ def load_or_measure(
     bandwidth, copying = measured_link(device)
     if bandwidth is None:
         raise ManageError(
-            "the link to the host cannot be measured: no page is free, or this device has no host pages (python -m "
-            "ballonet info). Give a larger budget, or a larger host budget"
+            "the link to the host cannot be measured: no page is free, or this device has no host pages (ballonet "
+            "info). Give a larger budget, or a larger host budget"
         )
     made = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
     made, left = measured(model, pace, made, grid or Grid())

@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.allocator import control
+from ballonet.allocator import control, info
 from ballonet.hooks.programs.run import NOTHING_MANAGED
 
 from . import programs
@@ -158,7 +159,8 @@ def test_replay_and_info_import_no_torch(tmp_path: Path) -> None:
     """Replay prints one line of JSON, info a table for people."""
     (tmp_path / "trace.csv").write_text(TRACE)
     code = (
-        "import sys; from ballonet.__main__ import main; code = main(['replay', 'trace.csv']) or main(['info']); "
+        "import sys; from ballonet.__main__ import main\n"
+        "code = main(['replay', 'trace.csv']) or main(['info', '--verbose'])\n"
         "sys.exit(code or ('torch' in sys.modules and 'torch was imported') or 0)"
     )
     done = python("-c", code, cwd=tmp_path)
@@ -267,6 +269,42 @@ def test_info_says_what_does_not_work_and_why(tmp_path: Path) -> None:
     assert "libcuda.so" in refused["CUDA"]
     assert "activations" in refused["companion for torch"]
     assert "RuntimeError" in refused["companion for torch"]
+
+
+def test_info_on_a_cpu_ends_in_what_works_and_lists_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"DEVICE": "cpu", "CACHE_DIR": f"{tmp_path}", "LIBCUDA": f"{tmp_path}/none.so"}.items():
+        monkeypatch.setenv(f"BALLONET_{name}", value)
+    code, out, _ = told(capsys, "info")
+    assert code == 0
+    assert not re.search("preflight|peer|yes|^no ", out, re.MULTILINE), "neither checks that went well, nor no defects"
+    *_, last = out.strip().split("\n\n")
+    assert last.startswith("ballonet works here, for models on the CPU; weights and KV ")
+    assert "No GPU is used: the driver library" in " ".join(last.split())
+    _, out, _ = told(capsys, "info", "--verbose")
+    said = " ".join(out.split())
+    assert re.search(r"peer for KV none is used \(BALLONET_PEER\); there could be (device 1|a second pool)", said)
+    assert "a peer for KV could be used" not in said
+    assert "- preflight not done, and not needed on a CPU" in said
+    assert " ".join(last.split()) in said
+
+
+def test_info_on_a_gpu_says_what_is_missing_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    there = [*info.NEEDED, "CUDA", info.HOST_PAGES, info.PEER, "pages that other processes can open"]
+    checks = {name: {"name": name, "works": True, "detail": ""} for name in there}
+    for name, why in {info.GRAPHS: "found wrong", "preflight": "not done", "companion for torch": "no c++"}.items():
+        checks[name] = {"name": name, "works": False, "detail": why}
+    gpu = {"kind": "cuda", "name": "H200", "total_memory": 2**37, "driver": "CUDA 13.0", "library": "libcuda.so.1"}
+    defaults = {"page_size": 2**23, "budget": None, "peer": None, "peer_budget": 0}
+    facts: dict[str, Any] = {"ballonet": "1", "python": "3", "versions": {}, "device": gpu, "defaults": defaults}
+    facts |= {"memory": {"total": 2**38, "available": 2**37}, "checks": list(checks.values())}
+    info.show(facts)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "available no companion for torch no c++ ballonet works here, for models on the GPU; weights" in said
+    assert said.endswith("No CUDA graphs: found wrong. " + info._TO_DO)
+    checks["transformers"]["works"] = False
+    assert info.conclusion(facts) == "ballonet does not work here: transformers: ."
 
 
 def test_info_of_a_model(tmp_path: Path) -> None:

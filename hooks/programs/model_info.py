@@ -124,6 +124,14 @@ def show(facts: Facts) -> None:
     elif facts["bytes"] is not None:
         page = format_size(facts["page_size"])
         console.print(f"{format_size(facts['bytes'])} of elastic KV in pages of {page}, as {facts['dtype']}.")
+        if facts["weights"] is not None:
+            whole = format_size(facts["weights"] + facts["bytes"])
+            console.print(
+                f"All on the device, weights and KV of {asked} tokens take {whole}. Less may do: `ballonet plan "
+                f"{facts['model']} --context {facts['tokens']} --batch {facts['batch']}` says how much, and how fast.",
+                highlight=False,
+                markup=False,
+            )
     if any("longest" in row and row["longest"] < facts["tokens"] for row in facts["layers"]):
         console.print("With more tokens than that a layer is stock: attention kernels would count beyond 32 bits.")
 

@@ -34,6 +34,11 @@ def add_json(parser: argparse.ArgumentParser, *, piped: bool = False) -> None:
     )
 
 
+def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds `--verbose`, with which people are shown `what`, too."""
+    parser.add_argument("--verbose", action="store_true", help=f"show {what}, too")
+
+
 def add_only_json(parser: argparse.ArgumentParser) -> None:
     """Adds `--json` to a command that prints nothing else, so that every command takes it."""
     parser.add_argument("--json", action="store_true", help="lines of JSON, which this command always prints")

@@ -27,6 +27,7 @@ def add_info(commands: Any) -> None:
     parser.add_argument(
         "--tokens", metavar="N", type=arguments.count, default=4096, help="tokens of each (default: 4096)"
     )
+    arguments.add_verbose(parser, "all that was checked")
     arguments.add_json(parser)
 
 
@@ -34,7 +35,8 @@ def _info(args: argparse.Namespace) -> None:
     if args.model is None:
         from ..allocator import info
 
-        tell(info.gather(Config.from_env(), __version__), info.show, as_json=args.json)
+        facts = info.gather(Config.from_env(), __version__)
+        tell(facts, lambda facts: info.show(facts, verbose=args.verbose), as_json=args.json)
     else:
         from ..hooks.programs import model_info
 
