@@ -21,7 +21,7 @@ from ballonet.hooks.watch import processes
 from ballonet.hooks.watch.facts import with_names
 from ballonet.hooks.watch.processes import SeenProcess, WatchedProcesses, copy_rates, kv_tiers, plain_look, program_of
 from ballonet.hooks.watch.terminal import Budget, Dialog, keys_of, pressed
-from ballonet.hooks.watch.view import bar, format_age, lines_of, sections_of, title_of
+from ballonet.hooks.watch.view import as_text, bar, conclusion, format_age, lines_of, sections_of, title_of
 
 from .programs import gone
 
@@ -114,9 +114,9 @@ def test_models_of_one_name_are_told_apart() -> None:
 # -- what is shown
 
 
-def seen(**changes: Any) -> SeenProcess:
+def seen(*models: dict[str, Any], **changes: Any) -> SeenProcess:
     """A process that was looked at twice."""
-    now = said(12.0, copied={"kv_d2h": 1000 + 2 * 2**20, "kv_h2d": 0}, models=[model()], **changes)
+    now = said(12.0, copied={"kv_d2h": 1000 + 2 * 2**20, "kv_h2d": 0}, models=[*models] or [model()], **changes)
     return SeenProcess(7, "serve.py", now, said(10.0), (event(9), event(11, by="", predicted=None)))
 
 
@@ -129,13 +129,13 @@ def test_all_that_is_asked_for_is_shown() -> None:
     assert shown(seen(), "pages")["weights"] == "3.75MiB, 60 pages"
     assert shown(seen(), "pages")["not allocated"] == "640KiB, 10 pages"
     assert shown(seen(), "pages")["on the host"] == "1.56MiB of 3.12MiB, 128KiB of it spilled"
-    assert shown(seen(), "copies") == {"kv_d2h": "1MiB/s, 2MiB so far"}
+    assert shown(seen(), "copies") == {"KV to the host": "1MiB/s, 2MiB so far"}
     assert shown(seen(), "KV") == {
         "device": "1.25MiB", "peer": "320KiB", "host": "448KiB", "disk": "192KiB",
         "found again": "75% of 200 tokens of prompts of llama",
     }  # fmt: skip
     assert shown(seen(), "models")["llama"] == (
-        "8 layers, 2 of them stream (interval 4); weights 3.75MiB; a token 20 ms, SLO 80 ms; memory is short"
+        "8 layers, 2 of them stream (interval 4); weights 3.75MiB; a token took 20 ms, SLO 80 ms; memory is short"
     )
     assert [*shown(seen(), "decisions").items()] == [
         ("1 s ago", "kv, reclaim: 2 pages (128KiB) of KV cache of llama, took 4 ms"),
@@ -146,7 +146,7 @@ def test_all_that_is_asked_for_is_shown() -> None:
 def test_bars_say_the_part() -> None:
     (pages,) = [section for section in sections_of(seen()) if section.title == "pages"]
     assert {row.name: row.part for row in pages.rows} == {
-        "weights": 0.6, "kv": 0.2, "activations": 0.06, "pending free": 0, "free": 0.04, "not allocated": 0.1,
+        "weights": 0.6, "KV": 0.2, "activations": 0.06, "pending free": 0, "free": 0.04, "not allocated": 0.1,
         "on the host": 0.5,
     }  # fmt: skip
     assert [bar(part, 4) for part in (0, 0.01, 0.5, 1, 2)] == ["░░░░", "█░░░", "██░░", "████", "████"]
@@ -158,15 +158,36 @@ def test_a_device_that_is_being_closed_has_no_budget() -> None:
     assert {row.name for row in pages.rows} >= {"weights", "free"}
 
 
-def test_lines_have_the_same_and_each_decision_once() -> None:
+def test_what_is_seen_ends_in_a_sentence_of_where_things_lie() -> None:
+    streams = "llama: 2 of 8 layers come from host memory for each token"
+    assert (
+        conclusion(seen()) == f"{streams}; 320KiB of KV on the peer; 448KiB of KV on the host; 896KiB of 6.25MiB free"
+    )
+    whole = said(models=[model(streamed=[])], kv={}, peer_pages=0, peer_free=0)
+    assert conclusion(SeenProcess(7, "", whole)) == "llama: all 8 layers on the device; 896KiB of 6.25MiB free"
+    assert conclusion(SeenProcess(7, "", said(kv={}, peer_free=8))).startswith("no model is managed; 896KiB")
+
+
+def test_text_for_a_pipe_is_narrow_and_has_no_rows_of_nothing() -> None:
+    brief, whole = as_text([seen()]), as_text([seen()], verbose=True)
+    assert max(map(len, whole.splitlines())) <= 100
+    assert "\x1b" not in whole
+    assert [word for word in ("pending free", "ago", "d2h") if word in brief] == []
+    assert [word for word in ("pending free", "1 s ago", "4 ms") if word not in whole] == []
+    for text in (brief, whole):
+        assert " ".join(text.split()).endswith(conclusion(seen()))
+    text = as_text([seen(model(interval=None, streamed=[*range(2, 6)]))])
+    assert "4 of them stream (2 to 5)" in text
+
+
+def test_a_line_is_the_sentence_and_each_decision_once() -> None:
     first, second = SeenProcess(7, "", said(events=[event(1)]), decisions=(event(1),)), seen(events=[event(11)])
-    _, line = lines_of(first)
-    assert line.startswith("process 7 | 9 s ago | kv, reclaim: 2 pages (128KiB) of KV cache of llama, for MainThread, ")
-    line, *decisions = lines_of(second)
+    assert [*lines_of(second)] == [f"process 7 · {conclusion(second)}"]
+    _, line = lines_of(first, verbose=True)
+    assert line.startswith("process 7 · 9 s ago · kv, reclaim: 2 pages (128KiB) of KV cache of llama, for MainThread, ")
+    line, *decisions = lines_of(second, verbose=True)
     assert len(decisions) == 1
-    assert "weights 3.75MiB, 60 pages; kv 1.25MiB" in line
-    assert "KV: device 1.25MiB; peer 320KiB; host 448KiB" in line
-    (busy,) = lines_of(SeenProcess(7, "", said(events=[event(1)]), said(), (event(1),), "did not answer"))
+    (busy,) = lines_of(SeenProcess(7, "", said(events=[event(1)]), said(), (event(1),), "did not answer"), verbose=True)
     assert "did not answer" in busy
 
 
@@ -375,8 +396,8 @@ def test_all_devices_of_a_process_are_looked_at(installed: devices.Runtime, fold
     assert [(view.number, view.now["budget"]) for view in here.seen] == [(0, 2**21), (1, 2**22)]
     assert [[entry["pages"] for entry in one.decisions] for one in here.seen] == [[5], [3]]
     assert [title_of(view).split(" · ")[-2] for view in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
-    _, decision, _ = [line for view in here.seen for line in lines_of(view)]
-    assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, reclaim: 5 pages", decision)
+    _, decision, _ = [line for view in here.seen for line in lines_of(view, verbose=True)]
+    assert re.match(rf"device 0 of process {ME} · 0 s ago · kv, reclaim: 5 pages", decision)
     devices.stop(1)
     here.look()
     assert [view.number for view in here.seen] == [0]
@@ -403,6 +424,14 @@ def test_a_device_that_ends_between_two_answers_is_left_out(
     one = WatchedProcesses(pid)
     one.look()
     assert (asked, [view.key for view in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
+
+
+@pytest.mark.usefixtures("installed")
+def test_this_process_is_seen_first(answers: dict[int, Any]) -> None:
+    answers.update({1: said(pid=1), ME: said(), 2**22 + 1: said(pid=2**22 + 1)})
+    all_ = WatchedProcesses()
+    all_.look()
+    assert [process.pid for process in all_.seen] == [ME, 1, 2**22 + 1]
 
 
 def test_this_process_without_ballonet_says_so() -> None:

@@ -72,7 +72,7 @@ class WatchedProcesses:
         self.pid = pid
         self.seen: tuple[
             SeenProcess, ...
-        ] = ()  # by pid, ascending, and of each its devices, in the order of their start
+        ] = ()  # this one first, then by pid, and of each its devices, in the order of their start
         self.ended = False  # has the process `pid` ended?
         self._folders = folders
         self._tuning = tuning
@@ -118,7 +118,7 @@ class WatchedProcesses:
         if self.pid is not None:
             return [self.pid]
         here = [os.getpid()] if devices.current() is not None else []
-        return sorted({*control.listening(self._folders), *here})
+        return [*here, *sorted({*control.listening(self._folders)} - {*here})]
 
     def _ask(self, pid: int, since: int | None, number: int | None = None) -> dict[str, Any]:
         if pid == os.getpid():

@@ -29,7 +29,7 @@ from ...allocator.errors import BallonetError, ConfigError
 from ...allocator.units import format_size
 from ...offload.policy.tuning import Watching
 from .processes import WatchedProcesses, whose
-from .view import screen
+from .view import fitted, screen
 
 UP: Final = "up"
 DOWN: Final = "down"
@@ -207,7 +207,8 @@ class Top:
         return next((at for at, process in enumerate(self._processes.seen) if process.key == self._chosen), 0)
 
     def _draw(self, live: Live) -> None:
-        drawn = screen(self._processes.seen, self._place(), self._dialog.footer, self._tuning)
+        fits = fitted(self._tuning, self._console.width)
+        drawn = screen(self._processes.seen, self._place(), self._dialog.footer, fits)
         live.update(drawn, refresh=True)
 
     def _look(self) -> None:

@@ -1,11 +1,12 @@
-"""What is shown of processes, in a terminal, on plain lines and in a notebook by `ballonet.watch()`: facts as rows of
-text, and the screen, a list of processes and devices if there are several, and one of them in full.
+"""What is shown of processes, in a terminal, as text and in a notebook by `ballonet.watch()`: facts as rows of text,
+what they mean in a sentence, and the screen, a list of processes and devices if there are several, and one in full.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from importlib import import_module
 from io import StringIO
@@ -23,6 +24,9 @@ from ...offload.timeline.file import COLOURS
 from .processes import Look, SeenProcess, WatchedProcesses, copy_rates, kv_tiers, whose
 
 NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
+
+
+_OWNERS: Final = {"kv": "KV", "pending_free": "pending free", "not_allocated": "not allocated"}
 
 
 class Row(NamedTuple):
@@ -55,22 +59,44 @@ def device_of(seen: SeenProcess) -> str:
     return f"CPU (host stand-in {seen.number})" if seen.one_of_several else "CPU (host stand-in)"
 
 
-def sections_of(seen: SeenProcess) -> list[Section]:
-    """Returns all sections of a process."""
+def sections_of(seen: SeenProcess, *, verbose: bool = True) -> list[Section]:
+    """Returns all sections of a process; not `verbose`: without rows of nothing, and without decisions."""
     now = seen.now
-    return [
+    sections = [
         Section("pages", list(_owners(now))),
         Section("copies", list(_copies(seen.before, now))),
         Section("KV", list(_kv(now))),
         Section("models", [Row(model["name"], _model(model, now["page_size"])) for model in now.get("models", ())]),
         Section("decisions", [Row(*decision(event, now)) for event in reversed(seen.decisions)]),
     ]
+    if verbose:
+        return sections
+    return [Section(title, [row for row in rows if row.text and row.part != 0]) for title, rows in sections[:-1]]
+
+
+def conclusion(seen: SeenProcess) -> str:
+    """Says in a sentence where layers and KV of the process lie, and how much of its budget is free."""
+    if seen.trouble:
+        return f"{seen.trouble}: all this is what it said last"
+    now = seen.now
+    parts = [_lies(model) for model in now.get("models", ())] or ["no model is managed"]
+    tiers = kv_tiers(now)
+    parts += [f"{format_size(tiers[tier])} of KV on the {tier}" for tier in ("peer", "host") if tiers[tier]]
+    free = (_not_allocated(now) + now["pages"]["free"]) * now["page_size"]
+    return f"{'; '.join(parts)}; {format_size(free)} of {format_size(now['budget'])} free"
+
+
+def _lies(model: Mapping[str, Any]) -> str:
+    count = len(model["streamed"])
+    if not count:
+        return f"{model['name']}: all {model['layers']} layers on the device"
+    return f"{model['name']}: {count} of {model['layers']} layers come from host memory for each token"
 
 
 def decision(event: Mapping[str, Any], now: Look) -> tuple[str, str]:
     """Words an event as (when, what and why)."""
     age = format_age((now["when"] - event["when"]) / 1e9)
-    what = f"{event['pages']:,} pages ({format_size(event['pages'] * now['page_size'])})"
+    what = f"{event['pages']:,} page{'s' * (event['pages'] != 1)} ({format_size(event['pages'] * now['page_size'])})"
     owner = f" of {event['what']}" if event["what"] else ""
     asked = f", for {event['by']}" if event["by"] else ""
     took = "" if event["measured"] is None else f", took {format_time(event['measured'])}"
@@ -95,11 +121,11 @@ def bar(part: float, columns: int) -> str:
 
 def _owners(now: Look) -> Iterator[Row]:
     page, budget = now["page_size"], now["budget"]
-    pages = {**now["pages"], "not_allocated": max(0, budget // page - now["created"])}
+    pages = {**now["pages"], "not_allocated": _not_allocated(now)}
     for owner in ("weights", "kv", "activations", "pending_free", "free", "not_allocated"):
         count = pages[owner]
         yield Row(
-            owner.replace("_", " "),
+            _OWNERS.get(owner, owner),
             f"{format_size(count * page)}, {count:,} pages",
             count * page / max(1, budget),
             owner,
@@ -113,11 +139,17 @@ def _owners(now: Look) -> Iterator[Row]:
         yield Row("on the host", f"{format_size(host)} of {format_size(most)}{spilled}", host / max(1, most), "host")
 
 
+def _not_allocated(now: Look) -> int:
+    return max(0, int(now["budget"]) // int(now["page_size"]) - int(now["created"]))
+
+
 def _copies(before: Look | None, now: Look) -> Iterator[Row]:
     rates = copy_rates(before, now)
     for way, nbytes in now["copied"].items():
         if nbytes:
-            yield Row(way, f"{format_size(round(rates.get(way, 0.0)))}/s, {format_size(nbytes)} so far")
+            what, to = way.split("_")
+            name = f"{_OWNERS.get(what, what)} to the {'device' if to == 'h2d' else 'host'}"
+            yield Row(name, f"{format_size(round(rates.get(way, 0.0)))}/s, {format_size(nbytes)} so far")
     if not any(now["copied"].values()):
         yield Row("none", "")
 
@@ -137,29 +169,23 @@ def _model(model: Mapping[str, Any], page: int) -> str:
     streamed, count = model["streamed"], len(model["streamed"])
     layers = f"{model['layers']} layers, none of them streams"
     if count:
-        which = f"interval {model['interval']}" if model["interval"] else ", ".join(map(str, streamed))
+        alone = streamed if count < 3 or streamed[-1] - streamed[0] >= count else [f"{streamed[0]} to {streamed[-1]}"]
+        which = f"interval {model['interval']}" if model["interval"] else ", ".join(map(str, alone))
         layers = f"{model['layers']} layers, {count} of them stream ({which})"
     seconds, slo = model["seconds"].get("decode"), model["slo"]["decode"]
-    token = "" if seconds is None else f"; a token {format_time(seconds)}"
+    token = "" if seconds is None else f"; a token took {format_time(seconds)}"
     asked = "" if slo is None else f", SLO {format_time(slo)}"
     why = f"; {model['why']}" if model["why"] else ""
     return f"{layers}; weights {format_size(model['pages'] * page)}{token}{asked}{why}"
 
 
-def lines_of(seen: SeenProcess) -> Iterator[str]:
-    """Yields the lines of one look: all that is shown except bars, and its new decisions."""
-    parts = [title_of(seen)]
-    if seen.trouble:
-        parts.append(seen.trouble)
-    for section in sections_of(seen):
-        if section.title != "decisions" and section.rows:
-            parts.append(f"{section.title}: " + "; ".join(f"{row.name} {row.text}".strip() for row in section.rows))
-    yield " | ".join(parts)
-    if not seen.trouble:
+def lines_of(seen: SeenProcess, *, verbose: bool = False) -> Iterator[str]:
+    """Yields the line of one look, and where it is `verbose` one for each new decision."""
+    yield f"process {seen.pid} · {conclusion(seen)}"
+    if verbose and not seen.trouble:
         for event in seen.decisions if seen.before is None else seen.now["events"]:
-            yield " | ".join(
-                [whose(seen.pid, seen.number if seen.one_of_several else None), *decision(event, seen.now)]
-            )
+            device = seen.number if seen.one_of_several else None
+            yield " · ".join([whose(seen.pid, device), *decision(event, seen.now)])
 
 
 def screen(
@@ -174,10 +200,25 @@ def screen(
     return Group(*parts, process(seen[chosen], tuning))
 
 
-def process(seen: SeenProcess, tuning: Watching = DEFAULT.watching) -> RenderableType:
-    """Draws one process in full."""
-    trouble = [Text(seen.trouble, style="red")] if seen.trouble else []
-    return Group(Rule(Text(title_of(seen), style="bold"), align="left"), *trouble, *_sections(seen, tuning.bar))
+def process(seen: SeenProcess, tuning: Watching = DEFAULT.watching, *, verbose: bool = True) -> RenderableType:
+    """Draws one process, in full where it is `verbose`. Its last line is the conclusion."""
+    title = Rule(Text(title_of(seen), style="bold"), align="left")
+    last = Text(conclusion(seen), style="red" if seen.trouble else "bold")
+    return Group(title, *_sections(sections_of(seen, verbose=verbose), tuning.bar), last)
+
+
+def fitted(tuning: Watching, columns: int) -> Watching:
+    """Returns the tuning with bars that leave room for their text on so many columns."""
+    return replace(tuning, bar=max(tuning.bar // 4, min(tuning.bar, columns - tuning.text)))
+
+
+def as_text(seen: Sequence[SeenProcess], tuning: Watching = DEFAULT.watching, *, verbose: bool = False) -> str:
+    """Returns what a narrow terminal would show, for a pipe or `print`."""
+    if not seen:
+        return NOBODY
+    console = Console(record=True, file=StringIO(), width=tuning.narrow, force_jupyter=False, color_system=None)
+    console.print(*(process(watched, fitted(tuning, tuning.narrow), verbose=verbose) for watched in seen), sep="")
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
 def as_html(drawn: RenderableType, tuning: Watching = DEFAULT.watching) -> str:
@@ -187,8 +228,8 @@ def as_html(drawn: RenderableType, tuning: Watching = DEFAULT.watching) -> str:
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-def _sections(seen: SeenProcess, columns: int) -> Iterator[RenderableType]:
-    for section in sections_of(seen):
+def _sections(sections: Sequence[Section], columns: int) -> Iterator[RenderableType]:
+    for section in sections:
         if not section.rows:
             continue
         table = Table(box=None, show_header=False, pad_edge=False)
@@ -224,7 +265,7 @@ def _list(seen: Sequence[SeenProcess], chosen: int, columns: int) -> Table:
 
 
 class Watched:
-    """The result of `watch()`: a notebook shows it as `top` does, `print` as lines, each time by a new look. `stop()`
+    """The result of `watch()`: a notebook shows it as `top` does, `print` as text, each time by a new look. `stop()`
     ends live updates. `live`: does it change by itself?"""
 
     def __init__(self, processes: WatchedProcesses, period: float, widget: Any = None) -> None:
@@ -271,12 +312,12 @@ class Watched:
         return {"text/html": self._html(), "text/plain": str(self)}
 
     def __str__(self) -> str:
-        return "\n".join(line for seen in self._processes.seen for line in lines_of(seen)) or NOBODY
+        return as_text(self._processes.seen)
 
 
 def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Watched:
-    """Shows pages by owner, copies per second, streamed layers, KV by tier and the last decisions, of this process and
-    all others of this user that run ballonet, or of one.
+    """Shows pages by owner, copies per second, streamed layers, KV by tier and the last decisions, of this process
+    first and then of all others of this user that run ballonet, or of one.
 
     `pid`: of that one; `every`: seconds between looks. With ipywidgets it is live until `stop()`; without, a table of
     the moment in which it is shown. NoSuchProcess, NotPermitted, NotReachable for a `pid` that cannot be looked at.

@@ -683,7 +683,10 @@ class Watching:
     decisions: int = 5
     # Columns of a bar. Chosen: half of a terminal.
     bar: int = 40
-    # Columns in a notebook. Chosen: a wide terminal.
+    # Columns that a row has beside its bar. Counted: the longest names and sizes.
+    text: int = 56
+    # Columns on a pipe, and in a notebook. Chosen: what mails and logs keep whole; a wide terminal.
+    narrow: int = 96
     columns: int = 120
     # Looks at the keyboard, in seconds: a key is answered before anybody notices. Chosen.
     keys: float = 0.1

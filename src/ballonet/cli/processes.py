@@ -147,12 +147,13 @@ def add_top(commands: Any) -> None:
     parser = arguments.command(commands, "top", _top, text)
     parser.description = f"""{parser.description} Who owns the pages, copies per second, layers that stream, KV by tier
         and the last decisions. Keys: b changes the budget of a process, q quits. Where there is no terminal, a line of
-        text for each process and look."""
+        text for each process and look; with --once what matters of each."""
     parser.add_argument("pid", metavar="PID", nargs="?", type=arguments.whole(1, 2**31 - 1), help="only this process")
     parser.add_argument("--once", action="store_true", help="look once; with --every twice, for rates")
     parser.add_argument(
         "--every", metavar="TIME", type=arguments.seconds, help=f"between looks (default: {DEFAULT.watching.period:g}s)"
     )
+    arguments.add_verbose(parser, "empty places and the last decisions, where it is not live")
     arguments.add_json(parser)
 
 
@@ -172,12 +173,12 @@ def _top(args: argparse.Namespace) -> None:
             if args.every is not None:
                 time.sleep(period)
                 processes.look()
-            _show_look(processes, console, as_json=args.json)
+            _show_look(processes, console, args)
         elif not args.json and terminal.usable(console):
             terminal.Top(processes, console, period, tuning).run()
         else:
             while not processes.ended:
-                _show_look(processes, console, as_json=args.json, plain=True)
+                _show_look(processes, console, args)
                 time.sleep(period)
                 processes.look()
     except KeyboardInterrupt:
@@ -186,21 +187,23 @@ def _top(args: argparse.Namespace) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _show_look(processes: WatchedProcesses, console: Console, *, as_json: bool, plain: bool = False) -> None:
-    """Prints one look: as a line of JSON, as plain lines, or as a terminal shows it."""
+def _show_look(processes: WatchedProcesses, console: Console, args: argparse.Namespace) -> None:
+    """Prints one look: as a line of JSON, as a terminal or a page shows it, or one of many as plain lines."""
     from ..hooks.watch.processes import plain_look
-    from ..hooks.watch.view import NOBODY, lines_of, process
+    from ..hooks.watch.view import NOBODY, as_text, fitted, lines_of, process
 
-    seen = processes.seen
-    if as_json:
+    seen, verbose = processes.seen, args.verbose
+    if args.json:
         looks = [
             plain_look(shown.now, shown.before) | {"program": shown.program, "trouble": shown.trouble} for shown in seen
         ]
         print(json.dumps({"processes": looks}), flush=True)
-    elif plain or not console.is_terminal:
-        print("\n".join([line for shown in seen for line in lines_of(shown)] or [NOBODY]), flush=True)
+    elif not args.once:
+        print("\n".join([line for shown in seen for line in lines_of(shown, verbose=verbose)] or [NOBODY]), flush=True)
+    elif not console.is_terminal:
+        print(as_text(seen, verbose=verbose), flush=True)
     else:
-        for watched in seen:
-            console.print(process(watched))
+        for shown in seen:
+            console.print(process(shown, fitted(DEFAULT.watching, console.width), verbose=verbose))
         if not seen:
             console.print(NOBODY)
