@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from ballonet import __main__
 from ballonet.allocator import device_choice, devices, findings, info
 from ballonet.allocator.config import Config
-from ballonet.allocator.preflight import run
+from ballonet.allocator.preflight import report, run
 from ballonet.allocator.preflight.run import ProbeVerdict, judge
 
 from .core import shim
@@ -215,6 +216,43 @@ def test_a_probe_that_broke_off_decides_nothing_unless_it_crashed_over_host_page
     assert judged("host_pages", {}, "crashed", "died of SIGBUS").settings == {}
 
 
+# -- what people are told
+
+
+def shown(name: str, facts: dict[str, Any], capsys: pytest.CaptureFixture[str], **ended: str) -> str:
+    """What is printed where one probe told something else."""
+    verdict = dataclasses.asdict(judged(name, facts, **ended))
+    probes = {**GOOD, name: outcome({**GOOD[name]["facts"], **facts}, **ended)}
+    report.show({"key": {"device": "H200", "driver": "CUDA 13"}, "probes": probes, **verdict}, "the file")
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_all_that_works_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    said = shown("copies", {}, capsys)
+    assert "copies to and from them right, at 50 GB/s; memory that the driver allocates, 50 GB/s" in said
+    assert "kernels that read them right, at 48 GB/s" in said
+    assert said.endswith("works as ballonet assumes: install() needs no other settings. Kept in the file.")
+    assert not re.search("[a-z]_[a-z]", said)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "ended", "says"),
+    [
+        ("several_handles", {"from_device": False}, {}, "copies across several of them wrong: from the device"),
+        ("torch_graphs", {"on_device": False}, {}, "torch's CUDA graphs, on the device: not the same bytes"),
+        ("kernels", {}, {"status": "crashed", "said": "died of SIGSEGV"}, "probe of kernels that read them"),
+        ("graphs", {"skipped": "no such call"}, {}, "CUDA graphs after a page moved not tried: no such call"),
+        ("copies", {"pages_to_device": {"right": True, "gb_per_s": 20}}, {}, "What differs changes nothing in how"),
+    ],
+)
+def test_what_differs_is_told_in_words(
+    name: str, facts: dict[str, Any], ended: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(name, facts, capsys, **ended)
+    assert says in said
+    assert not re.search("[a-z]_[a-z]|=False", said)
+
+
 # -- what install() keeps to
 
 
@@ -324,7 +362,13 @@ def test_the_command_writes_keeps_and_shows(
     assert not (tmp_path / "cache").exists()
     assert __main__.main(["preflight"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "host_pages = False" in said
+    assert "pages in host memory wrong: create (" in said
+    assert "host_pages" not in said
+    assert said.endswith("no layer streams, nothing spills, and KV stays on the device.")
+    assert "install() goes round that from now on (" in said
+    assert __main__.main(["preflight", "--no-save", "--verbose"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "chosen: host_pages = False (" in said
     assert json.loads((tmp_path / "out.json").read_text())["settings"] == {"host_pages": False}
     (saved,) = (tmp_path / "cache").glob("preflight-*.json")
     assert json.loads(saved.read_text())["settings"] == {"host_pages": False}

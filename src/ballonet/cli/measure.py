@@ -53,13 +53,14 @@ def add_preflight(commands: Any) -> None:
         preflight."""
     parser.add_argument("--out", metavar="FILE", help="and write it there")
     parser.add_argument("--no-save", action="store_true", help="choose nothing: install() stays as it is")
+    arguments.add_verbose(parser, "each fact by its name")
     arguments.add_json(parser)
 
 
 def _preflight(args: argparse.Namespace) -> None:
     from ..allocator import device_choice, findings
     from ..allocator.config import cache_dir
-    from ..allocator.preflight import run
+    from ..allocator.preflight import report, run
     from ..allocator.trusted import TrustedFolder
     from ..allocator.units import steps
 
@@ -72,7 +73,7 @@ def _preflight(args: argparse.Namespace) -> None:
     kept = None if args.no_save else findings.save(cache_dir(config), result["key"], result)
     if args.out is not None:
         run.write(result, Path(args.out))
-    tell(result, lambda report: run.show(report, kept), as_json=args.json)
+    tell(result, lambda result: report.show(result, kept, verbose=args.verbose), as_json=args.json)
 
 
 def add_profile(commands: Any) -> None:
