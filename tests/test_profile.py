@@ -19,13 +19,14 @@ from torch import nn
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import devices, install
-from ballonet.allocator.config import Config
+from ballonet.allocator.config import Config, parse_size
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks import profile
 from ballonet.hooks.device.key import key_for, key_of
 from ballonet.hooks.device.streams import HostMarks
 from ballonet.hooks.managed import pace_of
 from ballonet.hooks.measure.pace import Pace, point_of
+from ballonet.hooks.plan import needs, planner
 from ballonet.hooks.profile import Grid, load_or_measure, measured
 from ballonet.hooks.programs import facts as profile_facts
 from ballonet.offload.policy.plan import Costs
@@ -334,14 +335,56 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
 
     assert main(["profile", saved, "--batch", "1", "--length", "8", "--json", "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["reused"] is False
-    assert main(["profile", saved, "--ttft-slo", "1us"]) == 0
+    assert main(["profile", saved, "--ttft-slo", "1us", "--verbose"]) == 0
     shown = capsys.readouterr().out
-    assert "read from" in shown
+    assert "Read from" in shown
     assert "GB/s" in shown
     assert "hidden at interval" in shown
     assert "0.001 ms, prefill:" in shown
     assert re.search(r"^ +1 +no *$", shown, re.MULTILINE), "no interval meets that"
     assert str(records(folder)[0]) in shown.replace("\n", "")
+
+
+def test_what_was_measured_ends_in_what_it_means(
+    saved: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(needs, "cache_dir", lambda settings: folder)
+    assert main(["profile", saved, "--batch", "1", "--length", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "hidden" not in said
+    last = " ".join(said.strip().rpartition("\n\n")[2].split())
+    sizes = re.match(
+        r"One sequence of 9 tokens fits into the budget of 8MiB, with all 4 layers on the device\. It needs "
+        r"(\S+) at least; with (\S+) nothing comes from host memory\. A token takes .* \(counted from what was "
+        r"measured\)\.$",
+        last,
+    )
+    assert sizes is not None, last
+    least, whole = map(parse_size, sizes.groups())
+    asked = {"context": 9, "page_size": PAGE}
+    assert 0 < least < whole < BUDGET
+    assert ballonet.plan(saved, **asked, budget=least)["layers_streamed"] > 0
+    assert ballonet.plan(saved, **asked, budget=whole)["layers_streamed"] == 0
+    assert not ballonet.plan(saved, **asked, budget=least - PAGE)["fits"]
+    assert "does not fit into the budget of 4KiB. It needs " in planner.outlook(saved, 9, PAGE, PAGE)
+    assert planner.outlook("nowhere", 9, BUDGET, PAGE).startswith("Whether it fits is not known")
+
+
+def test_sizes_that_were_left_out_are_one_line_for_each_reason(
+    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = {(1, 16): "too long", (2, 8): "too long", (2, 1024): "no room"}
+    record_ = Record({"size": "1", "device": "d", "link": "l"}, 1e9, {Point("decode", 1, 8): 0.1})
+    known = profile.Profile(record_, Path("nowhere"), False, left)
+    monkeypatch.setattr(profile_facts, "load_or_measure", lambda *_, **__: known)
+    assert main(["profile", saved]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "measured:" in line]
+    assert shown == [
+        "Not measured: 2 sizes, 1 x 16 and more tokens (too long).",
+        "Not measured: 2 x 1,024 tokens (no room).",
+    ]
+    assert main(["profile", saved, "--verbose"]) == 0
+    assert "Not measured: 1 x 16, 2 x 8 tokens (too long)." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ratio", "hidden"), [(1.02, 1), (1.04, 2), (4.4, 5)])

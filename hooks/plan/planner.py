@@ -200,6 +200,44 @@ class Planner:
         }
 
 
+def outlook(model: str, context: int, budget: int, page_size: int) -> str:
+    """Says in sentences whether a sequence of `context` tokens fits into so many bytes, from which budget on it does,
+    and what a token takes there and with all layers on the device. Raises nothing: a measurement ends with it."""
+    try:
+        with install.stock():
+            planner = Planner(model, context, budget=budget, page_size=page_size)
+            asked = planner.ask(planner.asked)
+            least, whole = (planner.ask(replace(planner.asked, pages=pages)) for pages in (asked.least, asked.all))
+    except Exception:  # any error: transformers' own code for the configuration, too
+        return "Whether it fits is not known: no plan can be made of its configuration."
+    name, given = f"One sequence of {context:,} tokens", format_size(budget)
+    fewest, all_ = _at_least(asked.least * page_size), _at_least(asked.all * page_size)
+    streams = _streamed(asked)
+    layers = planner.sizings[0].shape.layers
+    where = f"{streams} of {layers} layers coming from host memory" if streams else f"all {layers} layers on the device"
+    text = (
+        f"{name} fits into the budget of {given}, with {where}."
+        if asked.fits
+        else f"{name} does not fit into the budget of {given}."
+    )
+    text += f" It needs {fewest} at least; with {all_} nothing comes from host memory."
+    slow, fast = least.slowest.tpot, whole.slowest.tpot
+    if slow is None or fast is None:
+        return text
+    counted = "counted from what was measured"
+    if slow <= fast:
+        return f"{text} A token takes {format_time(fast)} with either ({counted})."
+    return (
+        f"{text} A token takes {format_time(fast)} then, and {format_time(slow)} with the least, "
+        f"{fast / slow:.2g} times as fast ({counted})."
+    )
+
+
+def _streamed(answer: PlanAnswer) -> int:
+    plan = answer.slowest.plan
+    return 0 if plan is None else len(plan.streamed)
+
+
 def _told(forecast: Forecast, answer: PlanAnswer) -> Facts:
     plan = forecast.plan
     return {

@@ -77,8 +77,9 @@ def gather(
     }
 
 
-def show(facts: Facts) -> None:
-    """Prints the facts of `gather` for people."""
+def show(facts: Facts, outlook: str, *, verbose: bool = False) -> None:
+    """Prints the facts of `gather` for people, and last what they mean, `outlook`. `verbose`: how long layers take to
+    copy beside that, and which sizes were left out, too."""
     from rich.console import Console
     from rich.table import Table
 
@@ -93,12 +94,12 @@ def show(facts: Facts) -> None:
         if not rows:
             continue
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in (phase, "tokens", "ms", "copy / compute", "hidden at interval"):
+        for column in (phase, "tokens", "ms", *("copy / compute", "hidden at interval") * verbose):
             table.add_column(column, justify="right")
         for row in rows:
             hidden = "none" if row["hidden"] > layers else f"{row['hidden']}"
             ms = f"{row['seconds'] * 1e3:.4g}"
-            table.add_row(f"{row['batch']}", f"{row['length']:,}", ms, f"{row['ratio']:.3g}", hidden)
+            table.add_row(f"{row['batch']}", f"{row['length']:,}", ms, *(f"{row['ratio']:.3g}", hidden) * verbose)
         console.print()
         console.print(table)
     for slo in facts["slos"]:
@@ -107,10 +108,14 @@ def show(facts: Facts) -> None:
         console.print("n: every n-th layer streams; ∞: none may; no: it takes longer with every layer resident, too.")
         listed = f"{slo['listed'] * 1e3:.4g} ms"
         console.print(f"Counted for {listed}, and for the longest time measured of any size that is no larger.")
-    for fact in facts["left"]:
-        console.print(f"[yellow]not measured:[/] {fact['batch']} x {fact['length']}: {fact['why']}")
     console.print()
-    console.print(f"{'read from' if facts['reused'] else 'kept in'} {facts['file']}", soft_wrap=True)
+    for why in dict.fromkeys(fact["why"] for fact in facts["left"]):
+        sizes = [f"{fact['batch']} x {fact['length']:,}" for fact in facts["left"] if fact["why"] == why]
+        named = ", ".join(sizes) if verbose or len(sizes) == 1 else f"{len(sizes)} sizes, {sizes[0]} and more"
+        console.print(f"Not measured: {named} tokens ({why}).")
+    console.print(f"{'Read from' if facts['reused'] else 'Kept in'} {facts['file']}", soft_wrap=True)
+    console.print()
+    console.print(outlook, markup=False)
 
 
 def layer_pages(model: nn.Module, page_size: int) -> tuple[int, ...]:

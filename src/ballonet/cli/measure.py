@@ -100,6 +100,7 @@ def add_profile(commands: Any) -> None:
         "--ttft-slo", metavar="TIME", type=arguments.seconds, help="and for this time to the first token"
     )
     parser.add_argument("--force", action="store_true", help="measure everything anew")
+    arguments.add_verbose(parser, "how long layers take to copy, and each size that was left out")
     arguments.add_json(parser)
 
 
@@ -111,7 +112,20 @@ def _profile(args: argparse.Namespace) -> None:
     grid = profile.Grid(args.batch or default.batch, args.length or default.length, args.seconds or default.seconds)
     asked = grid if args.batch or args.length or args.seconds else None
     gathered = facts.gather(args.model, args.budget, asked, args.ttft_slo, args.tpot_slo, force=args.force)
-    tell(gathered, facts.show, as_json=args.json)
+    tell(
+        gathered,
+        lambda gathered: facts.show(gathered, _outlook(args, gathered), verbose=args.verbose),
+        as_json=args.json,
+    )
+
+
+def _outlook(args: argparse.Namespace, gathered: dict[str, Any]) -> str:
+    """What the measurement means for the longest sequence that it has, and the answer behind it."""
+    from ..allocator import devices
+    from ..hooks.plan.planner import outlook
+
+    longest = max(point["length"] for point in gathered["points"])
+    return outlook(args.model, longest + 1, devices.require().snapshot()["budget"], gathered["page_size"])
 
 
 def add_replay(commands: Any) -> None:
