@@ -111,6 +111,7 @@ FACTS = {
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/record/record.py": {"FORMAT"},
     "offload/residency/kv_slots.py": {"_TAKEN"},
+    "offload/timeline/file.py": {"_LETTER", "_LINE", "_LINES"},  # of a picture
     "offload/residency/prefix_files.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/weights_file.py": {"LONGEST_HEADER", "TICK"},
     "hooks/device/streams.py": {"_RELAXED"},

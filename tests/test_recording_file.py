@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -87,6 +91,60 @@ def test_suffix_decides_between_trace_and_picture(tmp_path: Path) -> None:
         recording_file.check(str(path))
         recording_file.write(recorded(MADE), str(path))
         assert path.read_bytes().startswith(begins)
+
+
+def draw_marked(path: Path) -> None:
+    """Marks that begin at the same moment, and one at the very end."""
+    marks = tuple((5_000_000 + moment, "generate()") for moment in (0, 10, 20, 30, 40, 9_990_000))
+    recording_file.draw_recording(path, replace(recorded(), stop=15_000_000, marks=marks))
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "recording": draw_marked,
+    "curve": lambda path: recording_file.draw_curve(
+        path, [(2**27, 0.08), (2**28, 0.05)], f"/home/somebody/{'models/' * 12}: 1 x 4,096 tokens", 2**26, 0.078512
+    ),
+    "memory": lambda path: recording_file.draw_memory(
+        path, 1_234_567, [2**30, 2**31], {"native": [2**32, 2**31], "expandable segments": [2**31, 2**31]}
+    ),
+}
+
+
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_texts_of_a_picture_are_readable_and_apart(
+    draw: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    original, pictures = recording_file.picture, list[Any]()
+
+    @contextmanager
+    def seen(path: Path) -> Iterator[Any]:
+        with original(path) as axes:
+            pictures.append(axes)
+            yield axes
+
+    monkeypatch.setattr(recording_file, "picture", seen)
+    draw(tmp_path / "a.svg")
+    (axes,) = pictures
+    figure = axes.figure
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    ticks = [
+        label
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim()))
+        for place, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+        if low <= place <= high
+    ]
+    texts: list[Any] = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts, *ticks, *legend.get_texts()]
+    told = [text for text in texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in told]
+    assert [text.get_text() for text in told if text.get_fontsize() < 8] == []
+    placed = [*zip(told, boxes, strict=True), (legend, legend.get_window_extent())]
+    assert [str(text) for text, box in placed if not -2 <= box.x0 < box.x1 <= figure.bbox.x1 + 2] == []  # pixels
+    pairs = itertools.combinations(zip(told, boxes, strict=True), 2)
+    assert [(a.get_text(), b.get_text()) for (a, box), (b, other) in pairs if box.overlaps(other)] == []
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent()), "what is drawn is to be seen"
+    assert re.search("MiB|GiB", axes.get_xlabel() + axes.get_ylabel())
 
 
 def test_a_failure_to_write_leaves_the_old_file_and_nothing_else(

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -168,6 +169,9 @@ def fewer(events: Sequence[LoggedEvent], limit: int) -> list[LoggedEvent]:
     return [events[index] for index in sorted(kept)]
 
 
+_LINES: Final = 3  # of text, at most, with names of marks
+_LINE: Final = 0.06  # of the height of a picture, for one of them
+_LETTER: Final = 7.0  # points of its width, for a letter of them and its part of the margins
 PICTURES: Final = (".svg", ".png")
 _NAMES: Final = {"kv": "KV cache", "pending_free": "pending free (waits for what still uses it)", "free": "free, kept"}
 
@@ -192,12 +196,13 @@ def picture(path: str | Path) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     try:
         yield axes
         axes.set_ylim(bottom=0)
-        figure.tight_layout()
-        figure.savefig(path)
+        axes.set_title(textwrap.fill(axes.get_title(), 80), fontsize="medium")
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)  # beside what is drawn, not on it
+        figure.savefig(path, dpi=144)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     finally:
@@ -210,36 +215,47 @@ def draw_curve(
     """Draws time per token against the budget to `path`. `points`: (bytes of budget, seconds per token); `asked`: the
     budget in question; `slo`: seconds. ConfigError."""
     with picture(path) as axes:
-        axes.plot([size / 2**30 for size, _ in points], [1e3 * seconds for _, seconds in points], color="#3b6fb6")
-        axes.axvline(asked / 2**30, color="#e08a2c", label="the budget that was asked about")
+        name, unit = _unit(max(asked, *(size for size, _ in points)))
+        axes.plot(
+            [size / unit for size, _ in points],
+            [1e3 * seconds for _, seconds in points],
+            color="#3b6fb6",
+            label="time per token",
+        )
+        axes.axvline(asked / unit, color="#e08a2c", label=f"the budget asked about, {format_size(asked)}")
         if slo is not None:
-            axes.axhline(1e3 * slo, color="#404040", linestyle="--", label="the SLO")
-        axes.set(xlabel="budget, GiB", ylabel="ms per token", title=title)
-        axes.legend()
+            axes.axhline(1e3 * slo, color="#404040", linestyle="--", label=f"the SLO, {format_time(slo)}")
+        axes.set(xlabel=f"budget, {name}", ylabel="ms per token (lower is better)", title=title)
 
 
 def draw_memory(path: str | Path, operations: int, live: Sequence[int], series: Mapping[str, Sequence[int]]) -> None:
     """Draws what allocators had of the driver over what was allocated to `path`. Bytes in equal parts of so many
     operations: `live`, allocated; `series`, by allocator. ConfigError."""
     with picture(path) as axes:
+        unit_name, unit = _unit(max(map(max, (live, *series.values()))))
         for name, levels in (("allocated", live), *series.items()):
             places = [operations * part / len(levels) for part in range(len(levels) + 1)]
-            sizes = [level / 2**30 for level in levels]
+            sizes = [level / unit for level in levels]
             if name == "allocated":
                 axes.stairs(sizes, places, fill=True, color="#d9d9d9", label=name)
             else:
-                axes.stairs(sizes, places, baseline=None, label=name)
-        axes.set(xlabel="operations", ylabel="GiB", title="memory of the driver's, lower is better")
-        axes.legend()
+                axes.stairs(sizes, places, baseline=None, linewidth=1.5, label=name)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set(xlabel="operations", ylabel=f"{unit_name} (lower is better)", title="Memory taken from the driver")
+
+
+def _unit(most: int) -> tuple[str, int]:
+    """Returns the unit of an axis that goes to so many bytes, and its bytes."""
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
 def draw_recording(path: str | Path, recording: SeriesRecording) -> None:
     """Draws pages by owner under the line of the budget to `path`. ConfigError."""
     with picture(path) as axes:
         span = recording.start, recording.stop
-        draw_pages(axes, recording.rows, recording.levels, recording.marks, span, recording.page_size)
-        axes.set(xlabel="seconds", ylabel="MiB")
-        axes.legend(loc="upper right")
+        lines = draw_pages(axes, recording.rows, recording.levels, recording.marks, span, recording.page_size)
+        axes.set(xlabel="seconds", ylabel="MiB of device pages", title="Who owns the pages")
+        axes.set_ylim(top=axes.get_ylim()[1] * (1 + _LINE * lines))  # the names of marks stand above
 
 
 def draw_pages(
@@ -249,9 +265,10 @@ def draw_pages(
     marks: Sequence[tuple[int, str]],
     span: tuple[int, int],
     page_size: int,
-) -> None:
+) -> int:
     """Draws pages by owner in MiB on axes, the budget as a line above them and a line for each mark. `span`: first and
-    last ns; the others: see SeriesRecording."""
+    last ns; the others: see SeriesRecording. Returns in how many lines of text names of marks stand; those for which
+    there is no room have none."""
     start, stop = span
 
     def seconds(when: int) -> float:
@@ -264,11 +281,22 @@ def draw_pages(
     times = [*(seconds(level[0]) for level in levels), seconds(stop)]
     budgets = [*(level[1] / 2**20 for level in levels), levels[-1][1] / 2**20]
     axes.step(times, budgets, where="post", color="black", linestyle="--", label="budget")
+    axes.set_xlim(0, seconds(stop))
+    per_letter = _LETTER / (72 * axes.figure.get_figwidth())  # of the width of the axes, and of the picture's margins
+    ends = list[float]()  # where the last name of each line of text ends
     for when, name in marks:
         axes.axvline(seconds(when), color="#555555", linewidth=0.8)
-        place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -4), "textcoords": "offset points"}
-        axes.annotate(name, (seconds(when), 1), va="top", fontsize="small", **place)
-    axes.set_xlim(0, seconds(stop))
+        at, width = seconds(when) / seconds(stop), per_letter * (len(name) + 1)
+        begin = at if at + width <= 1 else at - width
+        line = next((line for line, end in enumerate(ends) if end <= begin), len(ends))
+        if line == _LINES:
+            continue
+        ends[line : line + 1] = [begin + width]
+        offset, side = (3, "left") if begin == at else (-3, "right")
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (offset, -4 - 11 * line), "ha": side}
+        place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # over lines of other marks
+        axes.annotate(name, (seconds(when), 1), va="top", fontsize="small", textcoords="offset points", **place)
+    return len(ends)
 
 
 SUFFIXES: Final = (".json", ".png")
