@@ -351,7 +351,7 @@ def draw(path: Path, runs: dict[str, list[Turn]]) -> None:
                 f"{first[-1]:,.0f} ms", (turns[-1], first[-1]), (9, -3), textcoords="offset points", color=color
             )
     times.set_ylabel("ms to the first token")
-    times.set_title("A conversation: how long each turn takes to start", loc="left", fontweight="bold")
+    times.set_title("A conversation: how long each turn takes to start", loc="left", fontweight="bold", pad=24)
     below = [0] * len(turns)
     for place, color in SHADES.items():
         counts = [

@@ -136,6 +136,18 @@ def test_a_chat_computes_only_what_is_new(
     assert plot.read_text().startswith("<?xml")
 
 
+def test_a_chat_s_picture_has_its_title_above_the_names_of_its_lines(chat: ModuleType, tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="draws with matplotlib")
+    turns = [chat.Turn([5] * 9, first=0.1)]
+    chat.draw(tmp_path / "chat.png", dict.fromkeys(("recompute", "by hand", chat.OURS), turns))
+    figure = pyplot.gcf()
+    times = figure.axes[0]
+    (title,) = times.findobj(lambda part: getattr(part, "_text", "") == times.get_title("left") != "")
+    figure.canvas.draw()
+    assert not title.get_window_extent().overlaps(times.get_legend().get_window_extent())
+    pyplot.close(figure)
+
+
 def test_a_model_larger_than_its_budget_gives_the_same_text(tmp_path: Path) -> None:
     folder = made_model(tmp_path, hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
     weights = (folder / "model.safetensors").stat().st_size
