@@ -153,7 +153,7 @@ def add_top(commands: Any) -> None:
     parser.add_argument(
         "--every", metavar="TIME", type=arguments.seconds, help=f"between looks (default: {DEFAULT.watching.period:g}s)"
     )
-    arguments.add_verbose(parser, "empty places and the last decisions, where it is not live")
+    arguments.add_verbose(parser, "empty places and the last decisions")
     arguments.add_json(parser)
 
 
