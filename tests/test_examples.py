@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -25,8 +26,10 @@ from ballonet.__main__ import _parser
 from ballonet.allocator import devices
 
 from . import programs
+from .hub import in_bfloat16, made_chat_model, made_model, variables_of
 
 ROOT = Path(__file__).parent.parent
+README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K_hf"
 
 
@@ -49,6 +52,73 @@ def smollm2() -> Path:
         return demo.unpacked(ROOT / "build", Path(spec.submodule_search_locations[0]))
 
 
+def code_of(page: Path, language: str = "") -> list[str]:
+    """The code of a page in that language, as it stands there, block by block."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each command `ballonet` in the blocks of a page that are in no language."""
+    lines = [line for block in code_of(page) for line in block.splitlines()]
+    return [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:1] == ["ballonet"]]
+
+
+@pytest.fixture(params=["made here", "SmolLM2"])
+def hub(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """The variables of a process that finds the README's model in the cache folder of the hub."""
+    if request.param == "SmolLM2":
+        model = in_bfloat16(request.getfixturevalue("smollm2"), tmp_path / "model")
+    else:
+        model = made_chat_model(tmp_path / "model")
+    return variables_of(tmp_path / "hub", model)
+
+
+def began(command: list[str], folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What `python COMMAND` gives, which has to end well. In a new process: the hub's folder is read at the import."""
+    environment = {**variables, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# A command of ballonet, and how many bytes of weights came from the host.
+COMMAND = """
+import sys
+import ballonet
+from ballonet.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("copied:", ballonet.stats().copied["weights_h2d"], file=sys.stderr)
+"""
+
+
+def test_the_readme_s_first_example_prints_stock_s_answer_while_layers_stream(
+    hub: dict[str, str], tmp_path: Path
+) -> None:
+    """By the functions and by `ballonet run`, to the character as both stand there."""
+    first, script = code_of(README, "python")
+    (tmp_path / "first.py").write_text(first)
+    (tmp_path / "script.py").write_text(script)
+    (command,) = [words for words in commands_of(README) if words[-1] == "script.py"]
+    stock = began(["script.py"], tmp_path, hub)
+    assert stock.stdout.strip()
+
+    managed = began(["first.py"], tmp_path, hub)
+    answer, where = managed.stdout.split("<Managed")
+    assert answer == stock.stdout
+    assert re.search(r" decoder layers, [1-9]\d* of them streamed, ", where)
+
+    pooled = began(["-c", COMMAND, *command], tmp_path, hub)
+    assert pooled.stdout == stock.stdout
+    assert int(pooled.stderr.rpartition("copied: ")[2]) > 0
+
+
+def test_commands_of_the_readme_and_the_tour_are_ones_that_there_are() -> None:
+    for words in (*commands_of(README), *commands_of(TOUR)):
+        assert callable(_parser().parse_args(words).command), words
+
+
 def test_the_demo_gives_identical_tokens(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,13 +130,18 @@ def test_the_demo_gives_identical_tokens(
         return run(*command[1:])
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=forked))
     monkeypatch.setattr(sys, "argv", ["demo.py", "--prompt", "What are ballonets for?", "--tokens", "4"])
     sys.argv += ["--picture", str(tmp_path / "demo.png")]
     kept = ROOT / "build" / "demo.png"
     before = kept.stat().st_mtime_ns if kept.exists() else None
     assert demo.main() == 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-1] == "identical: yes"
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert lines[-1] == "identical: yes"
+    (shrunk,) = [line for line in lines if line.startswith("shrunk")]
+    assert re.fullmatch(r"shrunk +768 MiB( → \d+ MiB)? +\d+ MiB +\d+ +[\d.]+ +yes *", shrunk), lines
+    assert max(map(len, lines)) <= 80
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert (kept.stat().st_mtime_ns if kept.exists() else None) == before
 
@@ -134,18 +209,6 @@ def test_a_chat_computes_only_what_is_new(
     assert again == first[:2], "what is in files is less than a block"
     assert [reused for _, reused in without] == [0, 0, 0]
     assert plot.read_text().startswith("<?xml")
-
-
-def test_a_model_larger_than_its_budget_gives_the_same_text(tmp_path: Path) -> None:
-    folder = made_model(tmp_path, hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
-    weights = (folder / "model.safetensors").stat().st_size
-    words = (str(folder), "Once upon a time", "--tokens", "12")
-    stock = run("examples/generate.py", *words)
-    small = run("examples/larger_than_memory.py", *words, "--budget", str(weights * 3 // 4), BALLONET_DEVICE="cpu")
-    assert small.returncode == 0, small.stderr
-    assert " of them streamed" in small.stderr
-    assert len(stock.stdout) > len("Once upon a time\n")
-    assert small.stdout == stock.stdout
 
 
 def test_a_cache_that_outgrows_its_budget_gives_the_same_text(tmp_path: Path) -> None:
@@ -229,21 +292,6 @@ def bytes_of(pid: int) -> list[int]:
             if "memfd:ballonet-device" in os.readlink(link):
                 sizes.append(os.stat(link).st_blocks * 512)
     return sizes
-
-
-def made_model(folder: Path, **changes: int | None) -> Path:
-    """A tiny model and a tokenizer of words, in `folder`. `changes` go to its configuration."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {word: index for index, word in enumerate(["<unk>", "Once", "upon", "a", "time", *map(str, range(59))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **(sizes | changes))
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_the_unit_and_the_container_give_options_that_there_are() -> None:
