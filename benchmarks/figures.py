@@ -189,7 +189,11 @@ def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
 def draw_case(panel: Any, rows: Sequence[Streamed]) -> None:
     """The bars of one case in a panel of matplotlib."""
     colours = {"ballonet": "tab:blue", "accelerate": "tab:orange"}
-    labels = {"ballonet": "ballonet", "accelerate": "accelerate, the same layers on the host", "": "the link's limit"}
+    labels = {
+        "ballonet": "ballonet",
+        "accelerate": "accelerate, the same layers on the host",
+        "": "limit of computing and link",
+    }
     for place, row in enumerate(rows):
         first = place - WIDTH * (len(row.ms) - 1) / 2
         for number, (peer, ms) in enumerate(row.ms.items()):

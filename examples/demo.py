@@ -259,8 +259,8 @@ def report(console: Console, options: argparse.Namespace, results: dict[str, dic
 
     stock = results[STOCK]
     weights = stock["weights"]
-    question = options.prompt.strip().splitlines()[-1]
-    console.print(Panel(stock["text"].strip(), title=f"SmolLM2-135M-Instruct: {question}", title_align="left"))
+    console.print(options.prompt.strip().splitlines()[-1], soft_wrap=True)
+    console.print(Panel(stock["text"].strip(), title="SmolLM2-135M-Instruct", title_align="left"))
     title = f"{len(stock['tokens'])} tokens on {stock['device']}; the weights are {format_size(weights, gap=' ')}"
     names = ("run", "budget", "most\nin use", "layers on\nthe host", "tokens\na second", "same\ntokens")
     table = Table(*names, title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

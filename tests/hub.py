@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from .gpu.scene import environment
 
@@ -30,7 +31,7 @@ def variables_of(folder: Path, model: Path) -> dict[str, str]:
     return {**variables, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
 
 
-def made_model(folder: Path, template: str | None = None, **changes: int | None) -> Path:
+def made_model(folder: Path, template: str | None = None, **changes: Any) -> Path:
     """A tiny model and a tokenizer of words, in `folder`. `template`: of chats; `changes` go to its configuration."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -48,9 +49,15 @@ def made_model(folder: Path, template: str | None = None, **changes: int | None)
 
 
 def made_chat_model(folder: Path) -> Path:
-    """A model of 256 MiB in `folder`, as SmolLM2-135M has in bfloat16, so that the README's budget is below it, too."""
+    """A model of 256 MiB in `folder`, as SmolLM2-135M has in bfloat16, so that the README's budget is below it, too.
+
+    One word in eight ends an answer.
+    """
+    import torch
+
+    torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
-    return made_model(folder, TEMPLATE, **sizes, eos_token_id=None, pad_token_id=0)
+    return made_model(folder, TEMPLATE, **sizes, eos_token_id=list(range(WORDS - 8, WORDS)), pad_token_id=0)
 
 
 def in_bfloat16(source: Path, folder: Path) -> Path:

@@ -407,11 +407,16 @@ def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
             assert (document.parent / picture).exists(), f"make figures: {picture}"
 
 
-def test_the_figures_of_the_readme_are_measured_ones() -> None:
+def test_the_figures_of_the_readme_and_the_tour_are_measured_ones() -> None:
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| (?:H200|CPU)\b", line)]
     assert 1 <= len(rows) <= 5
     number = re.compile(r"\d+(?:[.,]\d+)*")
     measured = set(number.findall((ROOT / "docs" / "measuring.md").read_text()))
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    rows += [
+        part.replace("8B", "") for part in re.findall(r"^\*\*On a GPU:\*\* (.*?)\n\n", tour, re.MULTILINE | re.DOTALL)
+    ]
+    assert len(rows) >= 4
     assert {figure for row in rows for figure in number.findall(row.replace("H200", ""))} <= measured
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.__main__ import _parser
+from ballonet.__main__ import _parser, main
 from ballonet.allocator import devices
 
 from . import programs
@@ -94,7 +94,7 @@ finally:
 
 
 def test_the_readme_s_first_example_prints_stock_s_answer_while_layers_stream(
-    hub: dict[str, str], tmp_path: Path
+    hub: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """By the functions and by `ballonet run`, to the character as both stand there."""
     first, script = code_of(README, "python")
@@ -103,6 +103,8 @@ def test_the_readme_s_first_example_prints_stock_s_answer_while_layers_stream(
     (command,) = [words for words in commands_of(README) if words[-1] == "script.py"]
     stock = began(["script.py"], tmp_path, hub)
     assert stock.stdout.strip()
+    if request.node.callspec.params["hub"] == "SmolLM2":
+        assert [block for block in code_of(README) if block.startswith(stock.stdout)], stock.stdout
 
     managed = began(["first.py"], tmp_path, hub)
     answer, where = managed.stdout.split("<Managed")
@@ -117,6 +119,49 @@ def test_the_readme_s_first_example_prints_stock_s_answer_while_layers_stream(
 def test_commands_of_the_readme_and_the_tour_are_ones_that_there_are() -> None:
     for words in (*commands_of(README), *commands_of(TOUR)):
         assert callable(_parser().parse_args(words).command), words
+
+
+# The sizes of the models of the tour, as their configurations have them.
+SIZES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-14B": {
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+def test_the_tour_shows_what_the_planner_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    pages = [" ".join(line.split()) for block in code_of(TOUR) for line in block.splitlines()]
+    planned = [words for words in commands_of(TOUR) if words[0] == "plan"]
+    assert {words[1] for words in planned} == set(SIZES)
+    for _, model, *options in planned:
+        config = {"num_key_value_heads": 8, "tie_word_embeddings": False, "dtype": "bfloat16", **SIZES[model]}
+        folder = tmp_path / model
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        assert main(["plan", str(folder), *options]) == 0
+    said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    shown = [line for line in pages if line and not line.startswith(("ballonet ", "python "))]
+    assert len(shown) >= 10
+    assert [line for line in shown if line not in said] == []
 
 
 def test_the_demo_gives_identical_tokens(
