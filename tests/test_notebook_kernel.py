@@ -173,7 +173,7 @@ def answer_of_stock(model: Path) -> str:
 
 
 def test_the_first_notebook_prints_stock_s_answer_with_more_memory_and_with_less(folder: Path) -> None:
-    """Its cells as they stand there, with a model made here under the name that they load."""
+    """The cells as they stand there, with a model made here under the name that they load."""
     notebook = json.loads((Path(__file__).parent.parent / "examples" / "first.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell for cell in cells if cell["outputs"] or cell["execution_count"] is not None] == []
