@@ -259,7 +259,7 @@ def report(console: Console, options: argparse.Namespace, results: dict[str, dic
 
     stock = results[STOCK]
     weights = stock["weights"]
-    console.print(options.prompt.strip().splitlines()[-1], soft_wrap=True)
+    console.print(options.prompt.strip().splitlines()[-1], markup=False)
     console.print(Panel(stock["text"].strip(), title="SmolLM2-135M-Instruct", title_align="left"))
     title = f"{len(stock['tokens'])} tokens on {stock['device']}; the weights are {format_size(weights, gap=' ')}"
     names = ("run", "budget", "most\nin use", "layers on\nthe host", "tokens\na second", "same\ntokens")

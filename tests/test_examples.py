@@ -54,7 +54,8 @@ def smollm2() -> Path:
 
 def code_of(page: Path, language: str = "") -> list[str]:
     """The code of a page in that language, as it stands there, block by block."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [code for written, code in blocks if written == language]
 
 
 def commands_of(page: Path) -> list[list[str]]:
