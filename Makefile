@@ -85,7 +85,7 @@ kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds,
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))
 
-figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
+figures: build  ## puts what was measured, benchmarks/results, into docs/measuring.md, and draws the README's picture
 	@$(PY) benchmarks/figures.py
 
 gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve, pieces, speed, replicas or prefix, RESULTS=folder, MINUTES=9, ONLY="preflight tests decode"

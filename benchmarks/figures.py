@@ -1,6 +1,6 @@
-"""Puts what was measured, the files of benchmarks/results, into the README and docs/measuring.md, and draws streaming.
+"""Puts what was measured, the files of benchmarks/results, into docs/measuring.md, and draws streaming for the README.
 
-Each document has a section between two marks; what stands between them is made here and nowhere else.
+The document has two sections, each between two marks; what stands between them is made here and nowhere else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ PROGRAMS = {  # benchmarks/bench_NAME.py, and what it measures
     "tenants": ("tenants",),
     "replicas": ("replicas",),
 }
-CLAIMS = (  # of the README, in its order: the first machine's table of each, the others' in docs/measuring.md
-    *("oom", "context", "prefix", "streaming", "speed", "calls", "decode", "prefill"),
-    *("kv-growth", "serve", "serve-plain", "peak", "shrink"),
+ORDER = (  # of the tables of a machine
+    *("streaming", "speed", "decode", "prefill", "kv-growth", "calls", "oom", "context", "shrink", "peak", "prefix"),
+    *("hit-rate", "serve", "serve-plain", "batch-attention", "slo", "tenants", "replicas", "sleep", "sync"),
+    "images",
 )
-OTHERS = ("sleep", "sync", "images", "slo", "tenants", "hit-rate", "batch-attention", "replicas")
 OMITTED = {  # columns that only the stored results have
     "context": ("what gave pages",),
     "decode": ("longest of stock", "longest of ballonet"),
@@ -47,6 +48,7 @@ OMITTED = {  # columns that only the stored results have
 }
 STEP = re.compile(r"(?:[\w/]*/)?([^/:]+): (?:(test_.*?): )?(.*)", re.DOTALL)  # file, tests, reason
 PICTURES = ROOT / "docs"  # where pictures go, and from where documents lead to them
+WIDTH = 0.38  # of a bar, where 1 is the distance of what streams
 NO_GPU = "No GPU has run `make gpu` yet: every figure here is of a CPU, on the host stand-in.\n"
 
 
@@ -75,12 +77,9 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 def sections(results: list[dict[str, Any]]) -> Iterator[tuple[Path, str, str]]:
     """What is made of the results: a document, the mark it stands behind, and the text."""
-    readme, measuring = ROOT / "README.md", ROOT / "docs" / "measuring.md"
-    parts = {name: [(result, figure) for result in results for figure in merged(result, name)] for name in CLAIMS}
-    yield readme, "figures", "\n".join(section(results, [part for name in CLAIMS for part in parts[name][:1]], ROOT))
-    rest = [(result, figure) for name in OTHERS for result in results for figure in merged(result, name)]
-    rest += [part for name in CLAIMS for part in parts[name][1:]]
-    yield measuring, "figures", "\n".join(section(results, rest, measuring.parent))
+    measuring = ROOT / "docs" / "measuring.md"
+    parts = [(result, figure) for name in ORDER for result in results for figure in merged(result, name)]
+    yield measuring, "figures", "\n".join(section(results, parts, measuring.parent))
     yield measuring, "gpu", "\n".join(tested(results))
 
 
@@ -146,11 +145,16 @@ def command(benchmark: str) -> str:
 
 def markdown(figure: dict[str, Any]) -> str:
     """One benchmark: what was measured and by which program, then the rows."""
-    title = f"**{figure['title'][0].upper()}{figure['title'][1:]}** (`{command(figure['benchmark'])}`)\n"
+    title = f"**{heading(figure)}** (`{command(figure['benchmark'])}`)\n"
     omitted = OMITTED.get(figure["benchmark"], ())
     kept = [at for at, column in enumerate(figure["columns"]) if column not in omitted]
     rows = [[cell(row[at]) for at in kept] for row in figure["rows"]]
     return "\n".join([title, *table([figure["columns"][at] for at in kept], rows)])
+
+
+def heading(figure: Mapping[str, Any]) -> str:
+    """What was measured, as a sentence begins."""
+    return str(figure["title"][0].upper() + figure["title"][1:])
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -160,40 +164,80 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
-    """`figure`: of bench_streaming.py, as its JSON has it; a panel for each case. Needs matplotlib."""
+    """Bars for what streams, accelerate's beside the interval at which as many layers lie on the host. `figure`: of
+    bench_streaming.py, as its JSON has it; a panel for each case, all to one scale. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     cases = by_case(figure)
+    size = (max(7.5, 5 * len(cases)), 3.9)
     with matplotlib.rc_context({"svg.hashsalt": "ballonet", "font.size": 9}):
-        drawn, panels = pyplot.subplots(1, len(cases), figsize=(max(6, 4.5 * len(cases)), 3.6), squeeze=False)
+        drawn, panels = pyplot.subplots(1, len(cases), figsize=size, sharey=True, squeeze=False)
         for panel, ((sequences, held), rows) in zip(panels[0], cases.items(), strict=True):
-            names = list(rows)
-            panel.bar(names, [ms for ms, _ in rows.values()], color="tab:blue", width=0.6)
-            for place, (_, bound) in enumerate(rows.values()):
-                if bound is not None:
-                    panel.hlines(bound, place - 0.4, place + 0.4, color="black", linewidth=2)
+            draw_case(panel, rows)
             panel.set_title(f"{sequences} x {held:,} tokens held", fontsize=9)
-            panel.set_ylabel("ms per token; black: max(resident, bytes / link)", fontsize=8)
-            panel.tick_params(axis="x", rotation=30)
-        drawn.suptitle(title, fontsize=9)
+        panels[0][0].set_ylabel("ms per token (lower is better)")
+        panels[0][0].legend(loc="upper left", frameon=False, fontsize=8)
+        drawn.suptitle(f"{heading(figure)}\n{title}", fontsize=9)
         drawn.tight_layout()
         drawn.savefig(path, metadata={"Date": None})
         pyplot.close(drawn)
 
 
-def by_case(figure: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, tuple[float, float | None]]]:
-    """By case and by what streams: ms per token, and of the bound where there is one."""
-    found: dict[tuple[int, int], dict[str, tuple[float, float | None]]] = {}
-    place = figure["columns"].index
-    for row in figure["rows"]:
-        case = (row[place("sequences")], row[place("tokens held")])
-        bound = row[place("bound, ms")]
-        ms = row[place("ms per token")]["median"]
-        found.setdefault(case, {})[row[place("what streams")]] = (ms, bound if bound != "" else None)
-    return found
+def draw_case(panel: Any, rows: Sequence[Streamed]) -> None:
+    """The bars of one case in a panel of matplotlib."""
+    colours = {"ballonet": "tab:blue", "accelerate": "tab:orange"}
+    labels = {
+        "ballonet": "ballonet",
+        "accelerate": "accelerate, the same layers on the host",
+        "": "limit of computing and link",
+    }
+    for place, row in enumerate(rows):
+        first = place - WIDTH * (len(row.ms) - 1) / 2
+        for number, (peer, ms) in enumerate(row.ms.items()):
+            drawn = panel.bar(first + number * WIDTH, ms, WIDTH, color=colours[peer], label=labels.pop(peer, None))
+            panel.bar_label(drawn, fmt="%.3g", fontsize=8, padding=2)
+        ends = (first - WIDTH / 2, first + WIDTH / 2)
+        panel.hlines(row.bound, *ends, color="black", linewidth=2, label=labels.pop("", None))
+    panel.set_xticks(range(len(rows)), [row.what for row in rows])
+    panel.set_xlabel("layers on the host")
+    panel.margins(y=0.12)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What streams, in words; ms per token by peer; and those of the longer of computing and copying."""
+
+    what: str
+    ms: Mapping[str, float]
+    bound: float
+
+
+def by_case(figure: Mapping[str, Any]) -> dict[tuple[int, int], list[Streamed]]:
+    """What was measured of each case (sequences, tokens of each), by what streams."""
+    rows = [dict(zip(figure["columns"], row, strict=True)) for row in figure["rows"]]
+    of_case = {case_of(row): row["ms per token"]["median"] for row in rows if row["bound, ms"] == ""}  # accelerate's
+    cases: dict[tuple[int, int], list[Streamed]] = {}
+    for row in rows:
+        if row["bound, ms"] != "":
+            ms = {"ballonet": row["ms per token"]["median"]}
+            if row["accelerate / it"] != "":
+                ms["accelerate"] = of_case[case_of(row)]
+            cases.setdefault(case_of(row), []).append(Streamed(spelled(row["what streams"]), ms, row["bound, ms"]))
+    return cases
+
+
+def case_of(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Sequences, and tokens of each."""
+    return row["sequences"], row["tokens held"]
+
+
+def spelled(streams: str) -> str:
+    """The layers on the host: `interval 4` is a quarter of them."""
+    interval = streams.removeprefix("interval ")
+    return {"resident": "none", "1": "all"}.get(interval, f"1/{interval}")
 
 
 def tested(results: list[dict[str, Any]]) -> Iterator[str]:

@@ -1,9 +1,8 @@
 """The point of ballonet, to look at: the same answer with less and less memory.
 
-A real model answers a prompt four times: with stock torch; in one pool of pages with a comfortable budget; with a
-budget below its own weights; and with a budget that shrinks below them while it answers. Each has a process of its own,
-because torch's allocator can only be chosen before it is first used. Draws who owned which page over time, and says
-last whether all tokens are identical.
+A real model answers a prompt three times: with stock torch; with a budget below its own weights; and with a comfortable
+one that shrinks below them while it answers. Each has a process of its own, because torch's allocator can only be
+chosen before it is first used. Draws who owned which page over time, and says last whether all tokens are identical.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -36,7 +38,7 @@ the nose down, and the other way round.
 
 Question: what are ballonets for, and what happens to them when the airship comes down?"""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-STOCK, COMFORTABLE, BELOW, SHRUNK = RUNS = ("stock", "comfortable", "below the weights", "shrunk")
+STOCK, BELOW, SHRUNK = RUNS = ("stock", "below the weights", "shrunk")
 BELOW_SHARE, SHRUNK_SHARE = 0.6, 0.75  # of the weights
 RETRY = 0.25  # seconds after which a budget that was refused is asked for again
 
@@ -225,21 +227,27 @@ class Clock:
 
 def unpacked(build: Path, source: Path) -> Path:
     """The model as safetensors: unpacking the quantized file takes many seconds, so it is done once."""
+    import gguf
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     folder = build / f"smollm2-135m-{str(dtype).removeprefix('torch.')}"
-    if not folder.exists():
+    if folder.exists():
+        return folder
+    # transformers reads the file anew for the configuration, the weights and the tokenizer, and the names for a layer
+    readers = (patch.object(gguf, name, cache(getattr(gguf, name))) for name in ("GGUFReader", "get_tensor_name_map"))
+    with TemporaryDirectory(dir=build) as part, ExitStack() as once:
+        for reader in readers:
+            once.enter_context(reader)
         quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=dtype)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, gguf_file=GGUF), dtype=dtype)
         model.load_state_dict(quantized.state_dict())
         model.generation_config = quantized.generation_config
-        with TemporaryDirectory(dir=build) as part:
-            model.save_pretrained(part)
-            AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(part)
-            Path(part).rename(folder)
-            Path(part).mkdir()
+        model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(part)
+        Path(part).rename(folder)
+        Path(part).mkdir()
     return folder
 
 
@@ -251,10 +259,11 @@ def report(console: Console, options: argparse.Namespace, results: dict[str, dic
 
     stock = results[STOCK]
     weights = stock["weights"]
-    question = options.prompt.strip().splitlines()[-1]
-    console.print(Panel(stock["text"].strip(), title=f"SmolLM2-135M-Instruct: {question}", title_align="left"))
+    console.print(options.prompt.strip().splitlines()[-1], markup=False)
+    console.print(Panel(stock["text"].strip(), title="SmolLM2-135M-Instruct", title_align="left"))
     title = f"{len(stock['tokens'])} tokens on {stock['device']}; the weights are {format_size(weights, gap=' ')}"
-    table = Table("run", "budget", "most in use", "layers on the host", "tokens per second", "same tokens", title=title)
+    names = ("run", "budget", "most\nin use", "layers on\nthe host", "tokens\na second", "same\ntokens")
+    table = Table(*names, title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     pictures = {}
     for name, run in results.items():
         budget = most = streamed = "-"

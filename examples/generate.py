@@ -1,4 +1,4 @@
-"""A script that knows nothing of ballonet: any causal language model answers a prompt.
+"""A script that knows nothing of ballonet: a causal language model answers a prompt, or goes on with it.
 
     python examples/generate.py MODEL "a prompt"
     ballonet run --budget 24GiB examples/generate.py MODEL "a prompt"
@@ -24,9 +24,13 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").to(device)
-    inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False).to(device)
-    output = model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False)
-    print(tokenizer.decode(output[0], skip_special_tokens=True))
+    if tokenizer.chat_template is None:
+        inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
+    else:  # a chat model may end at once after a text that is no message
+        chat = [{"role": "user", "content": options.prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs.to(device), max_new_tokens=options.tokens, do_sample=False)
+    print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 if __name__ == "__main__":

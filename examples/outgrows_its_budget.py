@@ -33,8 +33,9 @@ def main() -> None:
     ballonet.install(budget=options.budget)
     model = ballonet.from_pretrained(options.model)
     inputs = tokenizer([options.prompt] * options.copies, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs.to(model.device), max_new_tokens=options.tokens, do_sample=False)
-    print(tokenizer.decode(output[0], skip_special_tokens=True))
+    lengths = {"min_new_tokens": options.tokens, "max_new_tokens": options.tokens}  # answers do not end before
+    output = model.generate(**inputs.to(model.device), **lengths, do_sample=False)
+    print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     tell(ballonet.stats())
 
 

@@ -188,7 +188,7 @@ def test_every_benchmark_belongs_to_a_part_and_a_program(
     for names in figures.PROGRAMS.values():
         assert set(measured(names[0]).BENCHMARKS) == {*names}
     named = {name for part in run.PARTS.values() for name in part.benchmarks}
-    assert named == {*figures.CLAIMS, *figures.OTHERS} == {*PLAYED, *INSIDE, *FORKED, *ALONE}
+    assert named == {*figures.ORDER} == {*PLAYED, *INSIDE, *FORKED, *ALONE}
 
 
 def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
@@ -405,6 +405,29 @@ def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
         assert shown == expected, f"make figures: {document.name}"
         for picture in re.findall(r"!\[[^]]*\]\((\S+)\)", shown):
             assert (document.parent / picture).exists(), f"make figures: {picture}"
+
+
+def test_the_figures_of_the_readme_and_the_tour_are_measured_ones() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| (?:H200|CPU)\b", line)]
+    assert 1 <= len(rows) <= 5
+    number = re.compile(r"\d+(?:[.,]\d+)*")
+    measured = set(number.findall((ROOT / "docs" / "measuring.md").read_text()))
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    rows += [
+        part.replace("8B", "") for part in re.findall(r"^\*\*On a GPU:\*\* (.*?)\n\n", tour, re.MULTILINE | re.DOTALL)
+    ]
+    assert len(rows) >= 4
+    assert {figure for row in rows for figure in number.findall(row.replace("H200", ""))} <= measured
+
+
+def test_the_picture_has_accelerate_beside_as_many_layers_on_the_host(figures: ModuleType) -> None:
+    columns = ["sequences", "tokens held", "what streams", "ms per token", "bound, ms", "accelerate / it"]
+    streams = {"resident": (20, 20, ""), "interval 4": (60, 61, ""), "interval 2": (120, 121, {"median": 7.5})}
+    rows = [[1, 16, name, {"median": ms}, bound, ratio] for name, (ms, bound, ratio) in streams.items()]
+    rows.append([1, 16, "accelerate", {"median": 900}, "", ""])
+    drawn = figures.by_case({"columns": columns, "rows": rows})[1, 16]
+    assert [(row.what, row.bound) for row in drawn] == [("none", 20), ("1/4", 61), ("1/2", 121)]
+    assert [row.ms.get("accelerate") for row in drawn] == [None, None, 900]
 
 
 def test_make_gpu_says_what_the_machine_s_python_lacks() -> None:

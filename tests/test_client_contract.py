@@ -25,7 +25,7 @@ from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.hooks.prefix.snapshot import StatePages
-from ballonet.offload.manager import clients, device_view, manager, overview, reclaim
+from ballonet.offload.manager import clients, device_view, memory_manager, overview, reclaim
 from ballonet.offload.manager.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.residency.backing import Backing
 from ballonet.offload.residency.mover import Mover
@@ -354,7 +354,7 @@ def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case]) -> 
 
 
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
-    parts = (manager, overview, clients, device_view, reclaim, *STEPS)
+    parts = (memory_manager, overview, clients, device_view, reclaim, *STEPS)
     for _ in at_each_line(nullcontext, lambda _: offered(device, case[0]), *parts, most=30, least=14):
         assert not managers.of(device)._known.lock.locked()
     assert take(device, case[0]) > 0

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -21,12 +22,14 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.__main__ import _parser
+from ballonet.__main__ import _parser, main
 from ballonet.allocator import devices
 
 from . import programs
+from .hub import in_bfloat16, made_chat_model, made_model, variables_of
 
 ROOT = Path(__file__).parent.parent
+README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K_hf"
 
 
@@ -49,6 +52,119 @@ def smollm2() -> Path:
         return demo.unpacked(ROOT / "build", Path(spec.submodule_search_locations[0]))
 
 
+def code_of(page: Path, language: str = "") -> list[str]:
+    """The code of a page in that language, as it stands there, block by block."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [code for written, code in blocks if written == language]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each command `ballonet` in the blocks of a page that are in no language."""
+    lines = [line for block in code_of(page) for line in block.splitlines()]
+    return [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:1] == ["ballonet"]]
+
+
+@pytest.fixture(params=["made here", "SmolLM2"])
+def hub(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """The variables of a process that finds the README's model in the cache folder of the hub."""
+    if request.param == "SmolLM2":
+        model = in_bfloat16(request.getfixturevalue("smollm2"), tmp_path / "model")
+    else:
+        model = made_chat_model(tmp_path / "model")
+    return variables_of(tmp_path / "hub", model)
+
+
+def began(command: list[str], folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What `python COMMAND` gives, which has to end well. In a new process: the hub's folder is read at the import."""
+    environment = {**variables, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# A command of ballonet, and how many bytes of weights came from the host.
+COMMAND = """
+import sys
+import ballonet
+from ballonet.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("copied:", ballonet.stats().copied["weights_h2d"], file=sys.stderr)
+"""
+
+
+def test_the_readme_s_first_example_prints_stock_s_answer_while_layers_stream(
+    hub: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """By the functions and by `ballonet run`, to the character as both stand there."""
+    first, script = code_of(README, "python")
+    (tmp_path / "first.py").write_text(first)
+    (tmp_path / "script.py").write_text(script)
+    (command,) = [words for words in commands_of(README) if words[-1] == "script.py"]
+    stock = began(["script.py"], tmp_path, hub)
+    assert stock.stdout.strip()
+    if request.node.callspec.params["hub"] == "SmolLM2":
+        assert [block for block in code_of(README) if block.startswith(stock.stdout)], stock.stdout
+
+    managed = began(["first.py"], tmp_path, hub)
+    answer, where = managed.stdout.split("<Managed")
+    assert answer == stock.stdout
+    assert re.search(r" decoder layers, [1-9]\d* of them streamed, ", where)
+
+    pooled = began(["-c", COMMAND, *command], tmp_path, hub)
+    assert pooled.stdout == stock.stdout
+    assert int(pooled.stderr.rpartition("copied: ")[2]) > 0
+
+
+def test_commands_of_the_readme_and_the_tour_are_ones_that_there_are() -> None:
+    for words in (*commands_of(README), *commands_of(TOUR)):
+        assert callable(_parser().parse_args(words).command), words
+
+
+# The sizes of the models of the tour, as their configurations have them.
+SIZES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-14B": {
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+def test_the_tour_shows_what_the_planner_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    pages = [" ".join(line.split()) for block in code_of(TOUR) for line in block.splitlines()]
+    planned = [words for words in commands_of(TOUR) if words[0] == "plan"]
+    assert {words[1] for words in planned} == set(SIZES)
+    for _, model, *options in planned:
+        config = {"num_key_value_heads": 8, "tie_word_embeddings": False, "dtype": "bfloat16", **SIZES[model]}
+        folder = tmp_path / model
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        assert main(["plan", str(folder), *options]) == 0
+    said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    shown = [line for line in pages if line and not line.startswith(("ballonet ", "python "))]
+    assert len(shown) >= 10
+    assert [line for line in shown if line not in said] == []
+
+
 def test_the_demo_gives_identical_tokens(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,13 +176,18 @@ def test_the_demo_gives_identical_tokens(
         return run(*command[1:])
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=forked))
     monkeypatch.setattr(sys, "argv", ["demo.py", "--prompt", "What are ballonets for?", "--tokens", "4"])
     sys.argv += ["--picture", str(tmp_path / "demo.png")]
     kept = ROOT / "build" / "demo.png"
     before = kept.stat().st_mtime_ns if kept.exists() else None
     assert demo.main() == 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-1] == "identical: yes"
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert lines[-1] == "identical: yes"
+    (shrunk,) = [line for line in lines if line.startswith("shrunk")]
+    assert re.fullmatch(r"shrunk +768 MiB( → \d+ MiB)? +\d+ MiB +\d+ +[\d.]+ +yes *", shrunk), lines
+    assert max(map(len, lines)) <= 80
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert (kept.stat().st_mtime_ns if kept.exists() else None) == before
 
@@ -146,18 +267,6 @@ def test_a_chat_s_picture_has_its_title_above_the_names_of_its_lines(chat: Modul
     figure.canvas.draw()
     assert not title.get_window_extent().overlaps(times.get_legend().get_window_extent())
     pyplot.close(figure)
-
-
-def test_a_model_larger_than_its_budget_gives_the_same_text(tmp_path: Path) -> None:
-    folder = made_model(tmp_path, hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
-    weights = (folder / "model.safetensors").stat().st_size
-    words = (str(folder), "Once upon a time", "--tokens", "12")
-    stock = run("examples/generate.py", *words)
-    small = run("examples/larger_than_memory.py", *words, "--budget", str(weights * 3 // 4), BALLONET_DEVICE="cpu")
-    assert small.returncode == 0, small.stderr
-    assert " of them streamed" in small.stderr
-    assert len(stock.stdout) > len("Once upon a time\n")
-    assert small.stdout == stock.stdout
 
 
 def test_a_cache_that_outgrows_its_budget_gives_the_same_text(tmp_path: Path) -> None:
@@ -241,21 +350,6 @@ def bytes_of(pid: int) -> list[int]:
             if "memfd:ballonet-device" in os.readlink(link):
                 sizes.append(os.stat(link).st_blocks * 512)
     return sizes
-
-
-def made_model(folder: Path, **changes: int | None) -> Path:
-    """A tiny model and a tokenizer of words, in `folder`. `changes` go to its configuration."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {word: index for index, word in enumerate(["<unk>", "Once", "upon", "a", "time", *map(str, range(59))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **(sizes | changes))
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_the_unit_and_the_container_give_options_that_there_are() -> None:

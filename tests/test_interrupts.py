@@ -23,7 +23,7 @@ from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import moving
-from ballonet.offload.manager import clients, kv_client, kv_tier, manager, overview, reclaim
+from ballonet.offload.manager import clients, kv_client, kv_tier, memory_manager, overview, reclaim
 
 from .core import PAGE, UNMAPS, Gate, Other, program
 from .faulting import at_each_line
@@ -39,7 +39,7 @@ FAREWELLS = (
     generation,
     lease,
     forwards,
-    manager,
+    memory_manager,
     overview,
     reclaim,
     reclaim,
@@ -280,7 +280,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
         except KeyboardInterrupt as error:
             kept.append(error)
 
-    modules = (interrupts, lease, model_residency, arrangement, streamed, manager)
+    modules = (interrupts, lease, model_residency, arrangement, streamed, memory_manager)
     for _ in at_each_line(nullcontext, change, *modules, least=40):
         assert not seat.held
         assert not it._turns.sections

@@ -1,15 +1,16 @@
-"""`ballonet.watch()` in a real Jupyter kernel: what it publishes to the notebook, a live widget or a table.
+"""Real Jupyter kernels: what `ballonet.watch()` publishes, a live widget or a table, and examples/first.ipynb.
 
-The kernel watches the process of the tests, so that it imports no torch.
+To watch, the kernel looks at the process of the tests, so that it imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -19,10 +20,12 @@ import pytest
 import ballonet
 from ballonet.allocator import devices
 
+from .hub import made_chat_model, variables_of
 from .pool import take_out
 
 pytest.importorskip("ipykernel", reason="a notebook kernel needs ipykernel, which this environment lacks")
 from jupyter_client.manager import KernelManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ME = os.getpid()
 SECONDS = 120  # that a message may take: only one that never comes takes them
@@ -54,8 +57,8 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Kernel:
     """A kernel in a process of its own, and all that it has published. Its sockets and files are in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "IPYTHONDIR": str(folder / "i"), "JUPYTER_RUNTIME_DIR": str(folder / "r")}
+    def __init__(self, folder: Path, variables: Mapping[str, str] = os.environ) -> None:
+        environment = {**variables, "IPYTHONDIR": str(folder / "i"), "JUPYTER_RUNTIME_DIR": str(folder / "r")}
         self.manager = KernelManager(
             kernel_name="python3", transport="ipc", ip=str(folder / "k"), connection_file=str(folder / "k.json")
         )
@@ -65,14 +68,18 @@ class Kernel:
         self.client.wait_for_ready(timeout=SECONDS)
         self.published: list[dict[str, Any]] = []
 
-    def run(self, cell: str) -> dict[str, Any]:
-        """What the cell shows, by MIME type."""
+    def published_by(self, cell: str) -> list[dict[str, Any]]:
+        """Runs the cell, which must not fail. Returns what it publishes."""
         asked = self.client.execute(cell)
         mine = [message for message in self.until(lambda each: self._is_done(each, asked)) if _belongs(message, asked)]
         failed = [message["content"] for message in mine if message["msg_type"] == "error"]
         assert failed == []
-        (shown,) = [message["content"]["data"] for message in mine if message["msg_type"] == "execute_result"]
-        return dict(shown)
+        return mine
+
+    def run(self, cell: str) -> dict[str, Any]:
+        """What the cell shows, by MIME type."""
+        (shown,) = values_of(self.published_by(cell))
+        return shown
 
     def until(self, there: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
         """What is published from now on, up to the message of which that is true."""
@@ -109,6 +116,17 @@ def _value(message: dict[str, Any], widget: str) -> str:
     return str(content["data"].get("state", {}).get("value", "")) if content.get("comm_id") == widget else ""
 
 
+def values_of(published: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The values of cells that published that, by MIME type."""
+    return [dict(message["content"]["data"]) for message in published if message["msg_type"] == "execute_result"]
+
+
+def printed(published: list[dict[str, Any]]) -> str:
+    """What a cell that published that has printed."""
+    streams = [message["content"] for message in published if message["msg_type"] == "stream"]
+    return "".join(stream["text"] for stream in streams if stream["name"] == "stdout")
+
+
 def text_of(html: str) -> str:
     return re.sub("<[^>]*>", "", html)
 
@@ -143,3 +161,31 @@ def test_a_kernel_publishes_a_live_widget_and_a_table_where_there_are_none(kerne
     assert "budget 4MiB" in table[TABLE]
     assert re.search(rf"process {ME} · [^$]*no model is managed; 4MiB of 4MiB free", table["text/plain"])
     assert kernel.run("'torch' in sys.modules")["text/plain"] == "False"
+
+
+def answer_of_stock(model: Path) -> str:
+    """What the notebook's question is answered by stock."""
+    tokenizer, stock = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = stock.generate(**inputs, max_new_tokens=64)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_the_first_notebook_prints_stock_s_answer_with_more_memory_and_with_less(folder: Path) -> None:
+    """The cells as they stand there, with a model made here under the name that they load."""
+    notebook = json.loads((Path(__file__).parent.parent / "examples" / "first.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in cells if cell["outputs"] or cell["execution_count"] is not None] == []
+    model = made_chat_model(folder / "model")
+    kernel = Kernel(folder, variables_of(folder / "hub", model))
+    try:
+        published = [kernel.published_by("".join(cell["source"])) for cell in cells]
+    finally:
+        kernel.close()
+    stock = answer_of_stock(model)
+    assert stock
+    assert [text for text in map(printed, published) if text] == [f"{stock}\n"] * 2
+    begun, ended, _ = [text_of(value.get(TABLE, "")) for values in map(values_of, published) for value in values]
+    assert "none of them streamed" in begun
+    assert re.search(r"[1-9]\d* of them streamed through", ended), ended

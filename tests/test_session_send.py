@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 import ballonet
 
+from .hub import made_model
 from .pool import installing
-from .test_examples import made_model, smollm2  # noqa: F401 (a fixture)
+from .test_examples import smollm2  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.chaos
 

@@ -25,7 +25,7 @@ from ballonet.hooks.replicas import held_layers
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import ranges
-from ballonet.offload.manager import manager
+from ballonet.offload.manager import memory_manager
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.residency import backing, mover, ring
 
@@ -119,7 +119,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 # -- Ctrl-C
 
 LINES = (held_layers, managing, model_residency, arrangement, ranges, ring, mover, backing)
-LOCKS = (interrupts, gate, manager, streamed, lease)
+LOCKS = (interrupts, gate, memory_manager, streamed, lease)
 
 
 @pytest.fixture
