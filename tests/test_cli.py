@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.allocator import control, info
+from ballonet.allocator import control, info, torch_parts
 from ballonet.hooks.programs.run import NOTHING_MANAGED
 
 from . import programs
 
 STANDIN = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "256MiB", "OMP_NUM_THREADS": "1"}
+COMPANION = "companion for torch"
 TRACE = "time_us,op,id,size,stream\n0,alloc,1,3145728,0\n1,free,1,3145728,0\n"
 
 
 def variables(environ: dict[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
+    clean["BALLONET_CACHE_DIR"] = os.environ["BALLONET_CACHE_DIR"]  # where the companion is
     return clean | STANDIN | environ
 
 
@@ -267,8 +269,24 @@ def test_info_says_what_does_not_work_and_why(tmp_path: Path) -> None:
     refused = {check["name"]: check["detail"] for check in facts["checks"] if not check["works"]}
     assert "libcuda.so" in refused["pages on a device"]
     assert "libcuda.so" in refused["CUDA"]
-    assert "activations" in refused["companion for torch"]
-    assert "RuntimeError" in refused["companion for torch"]
+    assert "activations" in refused[COMPANION]
+    assert "RuntimeError" in refused[COMPANION]
+
+
+def test_info_says_where_the_companion_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = torch_parts.installed_build()
+    assert build is not None
+    monkeypatch.setattr(info, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    for folder, says in {"cache": f"compiled before, for torch {build.version}: ", "prebuilt": "came with "}.items():
+        (tmp_path / folder).mkdir(0o700)
+        (tmp_path / folder / torch_parts.file_name(torch_parts.COMPANION, build)).write_bytes(b"")
+        main(["info", "--json"])
+        (check,) = (check for check in json.loads(capsys.readouterr().out)["checks"] if check["name"] == COMPANION)
+        assert check["works"]
+        assert check["detail"].startswith(says)
 
 
 def test_info_on_a_cpu_ends_in_what_works_and_lists_no_defect(

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -31,7 +32,9 @@ SOURCES = [
     *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
     *(("facade", path) for path in sorted(FACADE.rglob("*.py"))),  # which does not follow the links to the rooms
 ]
-OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+OTHERS = [
+    path for folder in ("tests", "examples", "benchmarks", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 # modules that need no torch
 LIGHT = (
     *(
@@ -319,7 +322,7 @@ def test_docstrings_and_comments_name_files_and_notes_that_exist() -> None:
 # What is changed and belongs to no device and to no model: file -> names, and why they are the process's.
 PROCESS = {
     "allocator/captures.py": "_listeners",  # torch's class of graphs is wrapped once
-    "allocator/companion.py": "_temporary_folder",  # is deleted when the process ends
+    "allocator/companion.py": "_announce _temporary_folder",  # said once; deleted when the process ends
     "allocator/control.py": "_control",  # a process has one socket, named by its pid
     "allocator/install.py": "_installed _lock _warned",  # torch has one allocator; a warning is given once
     "allocator/interrupts.py": "_watched",  # Python calls back only as long as somebody keeps the reference
@@ -523,7 +526,7 @@ def files(folder: Path) -> set[str]:
 def test_the_sdist_holds_every_source(sdist: Path) -> None:
     sources = [*(path for _, path in SOURCES), *(path for path in CSRC.rglob("*.*") if path.is_file())]
     wanted = {path.relative_to(ROOT).as_posix() for path in sources}
-    wanted |= {"LICENSE", "README.md", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"}
+    wanted |= {"LICENSE", "README.md", "Makefile", ".ci/wheels.py", "constraints.txt", "pyproject.toml", "setup.py"}
     assert wanted - files(sdist) == set()
     assert [name for name in files(sdist) if name.endswith((".so", ".o", ".pyc"))] == []
 
@@ -542,6 +545,27 @@ def test_installed_files_are_the_package_and_the_companion_s_source(sdist: Path,
         *(f"allocator/csrc/torch/crt/{n}" for n in ("host_config.h", "host_defines.h")),
     }
     assert installed == python | {f"ballonet/{name}" for name in data}
+
+
+def test_a_build_says_how_far_it_is_and_has_what_it_is_to_bring(sdist: Path, tmp_path: Path) -> None:
+    """Only the core is for one Python."""
+    compiler, parts = tmp_path / "compiler", tmp_path / "parts"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: >"$2"\n')
+    compiler.chmod(0o755)
+    parts.mkdir()
+    (parts / "companion.so").write_bytes(b"compiled")
+    folders = [f"--build-base={tmp_path}", f"--build-lib={tmp_path / 'lib'}"]
+    environment = {**os.environ, "CXX": str(compiler), "BALLONET_BUILD_JOBS": "1", "BALLONET_PARTS": str(parts)}
+    said = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr
+    progress = re.findall(r"^ballonet: compiled (\d+) of (\d+) parts of the native core \((\w+)\)$", said, re.MULTILINE)
+    total = len(progress)
+    assert [(int(number), int(of)) for number, of, _ in progress] == [(number, total) for number in range(1, total + 1)]
+    assert {name for *_, name in progress} == {*CORE, "standin"} - {"torch"}
+    package = tmp_path / "lib" / "ballonet" / "allocator"
+    libraries = {path.relative_to(package).as_posix() for path in package.rglob("*.so")}
+    assert libraries == {f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_standin.so", "prebuilt/companion.so"}
+    again = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr
+    assert "compiled" not in again
 
 
 def test_a_build_without_a_compiler_says_so_in_a_sentence(sdist: Path) -> None:
