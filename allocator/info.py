@@ -154,7 +154,7 @@ def conclusion(facts: Facts) -> str:
 def _newer(facts: Facts) -> str:
     """Says which packages are newer than what ballonet was tested with."""
     told = facts["versions"]
-    newer = {name: versions.untested(name, told[name]) for name in versions.SUPPORTED if told[name]}
+    newer = {name: versions.untested(name, told[name]) for name in versions.SUPPORTED if told.get(name)}
     return "".join(f" {name} {told[name]}: {why}." for name, why in newer.items() if why)
 
 
