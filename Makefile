@@ -99,11 +99,9 @@ docs: $(VENV)/.ready  ## the documentation as a site, build/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@echo "build/site/index.html"
 
-wheel: $(VENV)/.ready  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
+wheel: $(VENV)/.ready  ## dist/: the sdist, and for each Python found a manylinux wheel that needs no compiler under the supported releases of torch (530 MB for each, fetched once); TORCH="2.13.0 2.15.0" or none, PYTHONS="python3.12"
 	@$(call extra,auditwheel,release)
-	@rm -rf build/wheel && $(PY) -m build --outdir build/wheel >$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
-	@PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl >>$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
-	@cp build/wheel/*.tar.gz dist/ && ls -1 dist
+	@PYTHONPATH=src $(PY) release/wheels.py $(if $(TORCH),--torch "$(TORCH)") $(if $(PYTHONS),--python "$(PYTHONS)")
 
 clean:  ## removes what was built; keeps the environment
 	@rm -rf build dist ballonet.egg-info allocator/*.so

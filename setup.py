@@ -7,9 +7,20 @@ Note [Without a compiler]
     still be used. Why is written into the package (allocator/_native.py reads it), to stderr, and to the terminal if
     there is one: pip shows what a build says only where it fails. An error in the core itself ends the build as ever,
     and so does a build in place, which is there for the core alone.
+
+Note [Units]
+    Most of the time that a small file takes goes to the headers it includes, so the files of a folder are compiled as
+    one, as a generated file that includes them. Only the bindings, the largest, are compiled each by itself.
+
+Note [Pythons and torches]
+    pybind11 has no stable ABI, and `bindings_frames.cpp` reads the frames of Python 3.11, so the core is built for each
+    Python; the stand-in and what links torch serve all. The latter comes compiled only with the wheels of
+    release/wheels.py, which names its folder in BALLONET_PARTS.
 """
 
 import contextlib
+import copy
+import itertools
 import os
 import shutil
 import sys
@@ -20,13 +31,15 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
-# Compiled at the first use, against the torch found there, by allocator/companion.py.
+# Compiled by allocator/companion.py for a torch that no wheel brings it for.
 COMPILED_LATER = ["csrc/torch/*.*", "csrc/torch/crt/*"]
-CORE = sorted(each for each in glob("allocator/csrc/*/*.cpp") if Path(each).parent.name not in ("torch", "standin"))
+CORE = sorted(path for path in glob("allocator/csrc/*/*.cpp") if Path(path).parent.name not in ("torch", "standin"))
 STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
+UNITS = Path("build", "units")
 ROOMS = ("allocator", "offload", "hooks")
 PACKAGES = [
     "ballonet",
@@ -48,8 +61,26 @@ def outdated(target: str, sources: list[str]) -> bool:
 
 
 def needs_compile(obj: str, source: str) -> bool:
-    """Compile a file again when it, or any header, is newer than its object."""
-    return outdated(obj, [source, *HEADERS, __file__])
+    """Compile a file again when it, what it includes of its folder, or any header is newer than its object."""
+    return outdated(obj, [source, *included(source), *HEADERS, __file__])
+
+
+def included(source: str) -> list[str]:
+    """The files that a unit compiles; none where it is a file itself."""
+    return glob(f"allocator/csrc/{Path(source).stem}/*.cpp") if Path(source).parent == UNITS else []
+
+
+def units(sources: list[str]) -> list[str]:
+    """What is compiled of the sources: see Note [Units]. Writes those that are missing, or not as they should be."""
+    folders = sorted({Path(source).parent for source in sources} - {Path("allocator/csrc/bindings")})
+    UNITS.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        text = "".join(f'#include "{folder.name}/{path.name}"\n' for path in sorted(folder.glob("*.cpp")))
+        unit = UNITS / f"{folder.name}.cpp"
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+    alone = [source for source in sources if Path(source).parent not in folders]
+    return [*alone, *(str(UNITS / f"{folder.name}.cpp") for folder in folders)]
 
 
 WITHOUT = "ballonet/allocator/without_core.txt"
@@ -59,12 +90,27 @@ PROBE = "#include <Python.h>\n#include <optional>\nint main() { return std::opti
 def tell(text: str) -> None:
     """Says it on stderr and on the terminal."""
     print(text, file=sys.stderr)
+    tell_terminal(text)
+
+
+def tell_terminal(text: str) -> None:
+    """Says it on the terminal, if there is one, below what pip shows there."""
     with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
         terminal.write(f"\n{text}\n")
 
 
+class BuildPy(build_py):
+    """Adds what is compiled already, see Note [Pythons and torches]."""
+
+    def run(self) -> None:
+        super().run()
+        if parts := os.environ.get("BALLONET_PARTS"):
+            shutil.copytree(parts, Path(self.build_lib, "ballonet/allocator/prebuilt"), dirs_exist_ok=True)
+
+
 class BuildExt(build_ext):
-    """An editable install takes what was built in place before, where nothing of it has changed since."""
+    """Compiles in units, and says how far it is. An editable install takes what was built in place before, where
+    nothing of it has changed since."""
 
     def run(self) -> None:
         asked = os.environ.get("CXX", "").split()[:1]
@@ -79,7 +125,31 @@ class BuildExt(build_ext):
             self.do_without(problem)
         else:
             Path(self.build_lib, WITHOUT).unlink(missing_ok=True)  # of an earlier build
+            self.tell_progress()
             super().build_extensions()
+
+    def tell_progress(self) -> None:
+        """Has the compiler say what it has compiled, of how much: pip's user sees each quarter."""
+        names = [name for ext in self.extensions for name in units(ext.sources)]
+        objects = self.compiler.object_filenames(names, output_dir=self.build_temp)
+        total = sum(map(needs_compile, objects, names))
+        compile_one, done = self.compiler._compile, itertools.count(1)
+
+        def compile_and_tell(obj: str, source: str, *options: object) -> None:
+            compile_one(obj, source, *options)
+            number = next(done)
+            text = f"ballonet: compiled {number} of {total} files of the native core ({Path(source).stem})"
+            print(text, file=sys.stderr, flush=True)
+            if not self.inplace and number * 4 // total > (number - 1) * 4 // total:
+                tell_terminal(text)
+
+        self.compiler._compile = compile_and_tell
+
+    def get_ext_filename(self, name: str) -> str:
+        """The stand-in is a library, and serves every Python."""
+        if name.rpartition(".")[2] == "_standin":
+            return os.path.join(*name.split(".")) + ".so"
+        return super().get_ext_filename(name)
 
     def problem(self) -> str | None:
         """Why the compiler cannot build a small program of C++17 that includes Python's headers; None if it can."""
@@ -117,7 +187,9 @@ class BuildExt(build_ext):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(in_place, target)
         else:
-            super().build_extension(ext)
+            compiled = copy.copy(ext)
+            compiled.sources, compiled.depends = units(ext.sources), [*ext.depends, *ext.sources]
+            super().build_extension(compiled)
 
 
 ParallelCompile("BALLONET_BUILD_JOBS", default=0, needs_recompile=needs_compile).install()
@@ -158,5 +230,5 @@ setup(
     },
     include_package_data=False,
     ext_modules=[core, standin],
-    cmdclass={"build_ext": BuildExt},
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
 )

@@ -1,20 +1,17 @@
-"""The companion: the parts of ballonet that link torch. Compiled for the torch found here, kept, and loaded.
+"""The companion: the parts of ballonet that link torch (torch_parts.py), chosen for the torch found here, and loaded.
 
-There are two. `Companion` links libc10 alone and raises torch's errors. `TorchAllocator` is a CUDA allocator with all
-of torch's contract; it links torch's CUDA libraries and needs CUDA's headers, which pip's torch brings.
-
-Note [Where the compiled companion is kept]
-    The core is built once for every torch; this part is not, because it throws and subclasses torch's C++ types. It is
-    compiled at the first `install()` (about a second) into the user's cache folder. Its name holds what decides whether
-    it fits: torch and its C++ ABI, our sources, the C library, and which compiler made it. It does not use Python's
-    interface, so that one file serves every Python. It is compiled in a temporary folder of this process and written
-    from there as a whole, so that two processes may do it at once and none sees half a file. Where the user's folder is
-    not trusted (trusted.py) or cannot be written to, or code in it cannot be run, what lies in the temporary folder is
-    loaded. Where there is no compiler, a file that an earlier run with one left behind is used.
+Note [Where a compiled part is]
+    A wheel brings the parts for the releases of torch that there were when it was made (`make wheel`). For another
+    torch, and in a checkout, a part is compiled at the first `install()`, within seconds, into the user's cache folder,
+    and one line says so. It is compiled in a temporary folder of this process and written from there as a whole, so
+    that two processes may do it at once and none sees half a file. Where the user's folder is not trusted (trusted.py)
+    or cannot be written to, or code in it cannot be run, what lies in the temporary folder is loaded. Where there is no
+    compiler, a file that an earlier run with one left behind is used.
 
 Note [Loaded by its descriptor]
     What is loaded is the file that was checked, by its descriptor. The loader takes the name of one, `/proc/self/fd/7`,
     for the name of a library, so no other file may come to have the number: it stays open while the process lives.
+    What came with the wheel is trusted as the code beside it is.
 """
 
 from __future__ import annotations
@@ -22,54 +19,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final, TypeVar
 
 import torch
 
-from . import cuda_headers
-from .defaults import COMPILE
 from .errors import CompanionUnavailable, NotTrusted
+from .torch_parts import COMPANION, PREBUILT, TORCH_ALLOCATOR, TorchBuild, TorchPart, compile_part, file_name, releases
 from .trusted import TrustedFolder, tell
 
-CSRC: Final = Path(__file__).parent / "csrc"
-COMPILERS: Final = ("c++", "g++", "clang++")
-STANDARDS: Final = ("c++17", "c++20")  # the first that torch's headers accept
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class CompanionPart:
-    """One file to compile: `sources`, of which the first is compiled, and the libraries of torch that it links."""
-
-    name: str
-    sources: tuple[Path, ...]
-    libraries: tuple[str, ...]
-    needs_cuda: bool = False
-
-
-COMPANION: Final = CompanionPart("companion", (CSRC / "torch" / "companion.cpp", CSRC / "torch" / "entry.h"), ("c10",))
-TORCH_ALLOCATOR: Final = CompanionPart(
-    "torch-allocator",
-    (
-        CSRC / "torch" / "cuda_allocator.cpp",
-        CSRC / "torch" / "history.h",
-        CSRC / "torch" / "report.h",
-        CSRC / "torch" / "crt" / "host_config.h",
-        CSRC / "torch" / "crt" / "host_defines.h",
-        CSRC / "torch" / "entry.h",
-    ),
-    ("torch_cuda", "torch_cpu", "c10_cuda", "c10"),
-    needs_cuda=True,
-)
 
 
 class CompiledPart:
@@ -77,10 +40,9 @@ class CompiledPart:
 
     _kept: ClassVar[dict[tuple[int, int], int]] = {}  # by device and inode: the descriptor of what was loaded
 
-    def __init__(self, folder: TrustedFolder, name: str) -> None:
-        """OSError."""
-        self.path: Final = folder.path / name
-        self._fd = folder.open(name)
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path: Final = path
+        self._fd = fd
 
     def load(self, function: str) -> ctypes.CDLL:
         """Loads the library, once, which has to have that function. OSError."""
@@ -161,19 +123,25 @@ class TorchAllocator:
 
 
 def load(cache: Path, core_table: int, ordinal: int) -> Companion:
-    """Returns the companion for the torch of this process, compiled into `cache` where it is missing.
+    """Returns the companion for the torch of this process, compiled into `cache` where no wheel has brought it.
     CompanionUnavailable."""
     return _load(COMPANION, cache, lambda compiled: Companion(compiled, core_table, ordinal))
 
 
 def load_allocator(cache: Path, core_table: int, ordinal: int) -> TorchAllocator:
-    """Returns the allocator for the torch of this process, compiled into `cache` where it is missing.
+    """Returns the allocator for the torch of this process, compiled into `cache` where no wheel has brought it.
     CompanionUnavailable."""
     return _load(TORCH_ALLOCATOR, cache, lambda compiled: TorchAllocator(compiled, core_table, ordinal))
 
 
-def _load(part: CompanionPart, cache: Path, opened: Callable[[CompiledPart], T]) -> T:
+def _load(part: TorchPart, cache: Path, open_part: Callable[[CompiledPart], T]) -> T:
     reason: OSError | None = None
+    with contextlib.suppress(FileNotFoundError):
+        compiled = prebuilt(part)
+        try:
+            return open_part(compiled)
+        except OSError as error:
+            reason = error  # the C library here is older than what it was made for
     for place in (cache, None):
         try:
             folder = TrustedFolder(place or Path(_temporary_folder().name))
@@ -184,7 +152,7 @@ def _load(part: CompanionPart, cache: Path, opened: Callable[[CompiledPart], T])
                 tell(str(error))
             continue
         try:
-            return opened(compiled)
+            return open_part(compiled)
         except OSError as error:
             reason = error  # it is damaged, made for another C library, or in a folder without execution
             with contextlib.suppress(OSError):
@@ -192,76 +160,45 @@ def _load(part: CompanionPart, cache: Path, opened: Callable[[CompiledPart], T])
     raise CompanionUnavailable(f"what was compiled for this torch cannot be loaded: {reason}")
 
 
-def build(folder: TrustedFolder, part: CompanionPart = COMPANION) -> CompiledPart:
+def this_torch() -> TorchBuild:
+    """Returns the build of torch in this process."""
+    return TorchBuild(
+        Path(torch.__file__).parent,
+        torch.__version__,
+        str(torch.version.git_version),
+        torch.version.cuda,
+        bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+    )
+
+
+def prebuilt(part: TorchPart) -> CompiledPart:
+    """Returns the part's file that came with this wheel for the torch of this process. FileNotFoundError: none did."""
+    path = PREBUILT / file_name(part, this_torch())
+    return CompiledPart(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def build(folder: TrustedFolder, part: TorchPart = COMPANION) -> CompiledPart:
     """Returns the part's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
-    if compiler is None:
-        for name in folder.names():
-            if name.startswith(f"{stem}-") and name.endswith(".so"):
-                try:
-                    return CompiledPart(folder, name)
-                except NotTrusted as error:
-                    tell(str(error))
-        raise CompanionUnavailable(f"there is no C++ compiler: none of {', '.join(COMPILERS)} is in PATH")
-    name = f"{stem}-{_digest(compiler, _version(compiler))}.so"
+    name = file_name(part, this_torch())
     with contextlib.suppress(FileNotFoundError):
-        return CompiledPart(folder, name)
+        return CompiledPart(folder.path / name, folder.open(name))
     with tempfile.TemporaryDirectory(prefix="compiled-", dir=_temporary_folder().name) as aside:
         output = Path(aside) / name
-        _compile(compiler, str(output), part)
+        compile_part(part, this_torch(), output, lambda: _announce(folder.path))
         folder.write(name, output.read_bytes(), 0o700)
-    return CompiledPart(folder, name)
+    return CompiledPart(folder.path / name, folder.open(name))
 
 
-def _compile(compiler: str, output: str, part: CompanionPart) -> None:
-    errors = ""
-    options = [*_options(), *_cuda_options(part)]
-    libraries = [f"-l{name}" for name in part.libraries]
-    for standard in STANDARDS:
-        result = _run([compiler, f"-std={standard}", *options, str(part.sources[0]), *libraries, "-o", output])
-        if result.returncode == 0:
-            return
-        errors = errors or result.stderr.strip()[:2000]
-    raise CompanionUnavailable(f"{compiler} cannot compile it for torch {torch.__version__}:\n{errors}")
-
-
-def _options() -> list[str]:
-    root = Path(torch.__file__).parent
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    return ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", abi, f"-I{root / 'include'}", f"-L{root / 'lib'}"]
-
-
-def _cuda_options(part: CompanionPart) -> list[str]:
-    """Returns options that find CUDA's headers, where the part needs them. CompanionUnavailable."""
-    if not part.needs_cuda:
-        return []
-    folder, missing = cuda_headers.find(str(torch.version.cuda))
-    if folder is None:
-        raise CompanionUnavailable(missing)
-    return [f"-I{folder}", "-idirafter", str(part.sources[0].parent)]
-
-
-def _facts(part: CompanionPart) -> list[str]:
-    """Returns what a compiled part depends on."""
-    sources = [path.read_text() for path in part.sources]
-    abi = str(torch._C._GLIBCXX_USE_CXX11_ABI)
-    return [torch.__version__, torch.version.git_version, abi, platform.machine(), *platform.libc_ver(), *sources]
-
-
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"]).stdout.partition("\n")[0]
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompanionUnavailable(f"{command[0]} cannot be run: {error}") from error
-
-
-def _digest(*facts: str) -> str:
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
+@functools.cache
+def _announce(folder: Path) -> None:
+    """Says that parts are compiled, why, and where they are kept: once for both."""
+    brought = releases(path.name for path in PREBUILT.glob("*.so"))
+    why = f"this wheel brings it for {', '.join(brought)}" if brought else "no wheel has brought it"
+    print(
+        f"ballonet: compiling the companion for torch {torch.__version__} once, into {folder}: {why}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @functools.cache

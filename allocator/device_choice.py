@@ -13,7 +13,6 @@ Note [Page size]
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +43,12 @@ class Target:
 
 def standin_library() -> str:
     """Returns the path of the host stand-in, which is built beside the core. DriverUnavailable where it is missing."""
-    folder = Path(_native.__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        if (path := folder / f"_standin{suffix}").exists():
-            return str(path)
-    raise DriverUnavailable(
-        f"the host stand-in is missing from {folder}: build the package again (pip install, or make build)"
-    )
+    path = Path(_native.__file__).with_name("_standin.so")
+    if not path.exists():
+        raise DriverUnavailable(
+            f"{path}, the host stand-in, is missing: build ballonet again (pip install, or make build)"
+        )
+    return str(path)
 
 
 def choose(config: Config, torch_has_cuda: bool | None = None) -> Target:

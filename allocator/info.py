@@ -6,10 +6,8 @@ context.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
-import re
-import shutil
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,11 +17,21 @@ from typing import Any, Final
 from . import _native, cuda_headers, device_choice, findings, ram, versions
 from .config import Config, cache_dir, environment
 from .errors import BallonetError, CoreMissing, DriverUnavailable
+from .torch_parts import (
+    COMPANION,
+    COMPILERS,
+    PREBUILT,
+    TORCH_ALLOCATOR,
+    TorchBuild,
+    TorchPart,
+    compiler,
+    file_name,
+    read_build,
+)
 from .trusted import TrustedFolder
 from .units import format_size
 
 PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "nvidia-ml-py")
-COMPILERS: Final = ("c++", "g++", "clang++")  # any of which can build the companion
 CUDNN: Final = (
     "off from manage() to the last release(), as it compiles a plan for every new length and does not repeat itself; "
     "torch's choice with BALLONET_PIECES=none"
@@ -204,9 +212,10 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
         yield PEER, True, others or _ALONE
         shared = target.facts["posix_handles"]
         yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
-    yield "companion for torch", *_companion(config)
-    if cuda := _cuda_of_torch():
-        yield "torch's whole CUDA allocator", *_torch_allocator(config, cuda)
+    build = _torch_build()
+    yield "companion for torch", *_companion(config, build)
+    if build is not None and build.cuda is not None:
+        yield "torch's whole CUDA allocator", *_torch_allocator(config, build)
     for package in versions.SUPPORTED:
         yield package, *_supported(package)
 
@@ -249,38 +258,38 @@ def _cuda(config: Config) -> tuple[bool, str]:
     return True, f"{facts['devices']} device(s)"
 
 
-def _companion(config: Config) -> tuple[bool, str]:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    kept = _kept(config, "companion-*.so")
-    if compiler is not None:
-        return True, f"{compiler}; kept in {cache_dir(config)}"
-    if kept:
-        return True, f"no C++ compiler, but one compiled before: {kept[-1]}"
-    return False, (
-        f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool; on a GPU running "
-        "out of memory is a RuntimeError, not torch.OutOfMemoryError"
+def _companion(config: Config, build: TorchBuild | None) -> tuple[bool, str]:
+    works, detail = _torch_part(COMPANION, config, build, "")
+    lost = (
+        "activations on the CPU stay outside the pool; on a GPU running out of memory is a RuntimeError, not "
+        "torch.OutOfMemoryError"
     )
+    return works, detail if works else f"{detail}: {lost}"
 
 
-def _torch_allocator(config: Config, cuda: str) -> tuple[bool, str]:
-    """`cuda`: the version that torch was built for."""
-    headers, missing = cuda_headers.find(cuda)
-    if not any(map(shutil.which, COMPILERS)):
-        missing = "there is no C++ compiler"
-    elif headers is not None:
-        return True, f"compiled by install(), with CUDA's headers in {headers}"
-    kept = _kept(config, f"torch-allocator-torch{versions.installed('torch')}*.so")
-    if kept:
-        return True, f"{missing}; one compiled before: {kept[-1]}"
-    return False, f"{missing}. So {cuda_headers.WITHOUT}"
+def _torch_allocator(config: Config, build: TorchBuild) -> tuple[bool, str]:
+    _, missing = cuda_headers.find(str(build.cuda))
+    works, detail = _torch_part(TORCH_ALLOCATOR, config, build, missing)
+    return works, detail if works else f"{detail}. So {cuda_headers.WITHOUT}"
 
 
-def _kept(config: Config, names: str) -> list[Path]:
-    """Returns the files of these names in the cache folder; none where it is not trusted."""
-    with suppress(OSError):
+def _torch_part(part: TorchPart, config: Config, build: TorchBuild | None, missing: str) -> tuple[bool, str]:
+    """Returns whether `install()` has it, and where from or why not. `missing`: what it takes to compile it."""
+    if build is None:
+        return False, "torch is not installed"
+    name = file_name(part, build)
+    if (PREBUILT / name).exists():
+        return True, f"came with ballonet, for torch {build.release}"
+    with suppress(OSError):  # none, or not trusted
         folder = TrustedFolder(cache_dir(config), make=False)
-        return [folder.path / name for name in fnmatch.filter(folder.names(), names)]
-    return []
+        os.close(folder.open(name))
+        return True, f"compiled before, for torch {build.version}: {folder.path / name}"
+    why = f"none came with ballonet for torch {build.version}"
+    if compiler() is None:
+        return False, f"{why}, and to compile it none of {', '.join(COMPILERS)} is in PATH"
+    if missing:
+        return False, f"{why}, and to compile it {missing}"
+    return True, f"{why}: install() compiles it with {compiler()}, into {cache_dir(config)}"
 
 
 def _supported(package: str) -> tuple[bool, str]:
@@ -293,16 +302,11 @@ def _supported(package: str) -> tuple[bool, str]:
 
 
 def _torch_has_cuda() -> bool:
-    return _cuda_of_torch() is not None
+    build = _torch_build()
+    return build is not None and build.cuda is not None
 
 
-def _cuda_of_torch() -> str | None:
-    """Returns the version of CUDA that the torch that is installed was built for, from its files."""
+def _torch_build() -> TorchBuild | None:
+    """Returns the build of the torch that is installed, from its files."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        match = re.search(r"^cuda\b.*= '([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return match[1] if match else None
+    return None if spec is None or spec.origin is None else read_build(Path(spec.origin).parent)

@@ -23,6 +23,8 @@ SUPPORTED: Final = {  # pyproject.toml has the same bounds
     "torch": Releases((2, 11), (2, 15)),
     "transformers": Releases((5, 23), (5, 24)),
 }
+# The releases of torch within these bounds: a wheel brings what links torch for each (`make wheel`).
+TORCH_RELEASES: Final = ("2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0")
 
 _told: Final[set[str]] = set()
 

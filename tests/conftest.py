@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -28,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import ballonet
 from ballonet.allocator import config, devices
+from ballonet.allocator.errors import CompanionUnavailable
 from ballonet.allocator.trusted import TrustedFolder
 
 from .core import a_core, a_gate, another_thread  # noqa: F401 (fixtures)
@@ -105,6 +107,15 @@ def collections_are_quick() -> None:
     take_out_leftovers()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_companion_is_compiled() -> None:
+    """What is compiled once, and said then, is not said to whichever test comes first."""
+    from ballonet.allocator import companion
+
+    with contextlib.suppress(CompanionUnavailable):
+        companion.build(TrustedFolder(Path(os.environ["BALLONET_CACHE_DIR"])))
 
 
 @pytest.fixture(autouse=True)

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.allocator import control, info
+from ballonet.allocator import control, info, torch_parts
 from ballonet.hooks.programs.run import NOTHING_MANAGED
 
 from . import programs
 
 STANDIN = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "256MiB", "OMP_NUM_THREADS": "1"}
+COMPANION = "companion for torch"
 TRACE = "time_us,op,id,size,stream\n0,alloc,1,3145728,0\n1,free,1,3145728,0\n"
 
 
 def variables(environ: dict[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
+    clean["BALLONET_CACHE_DIR"] = os.environ["BALLONET_CACHE_DIR"]  # where the companion is
     return clean | STANDIN | environ
 
 
@@ -267,8 +269,33 @@ def test_info_says_what_does_not_work_and_why(tmp_path: Path) -> None:
     refused = {check["name"]: check["detail"] for check in facts["checks"] if not check["works"]}
     assert "libcuda.so" in refused["pages on a device"]
     assert "libcuda.so" in refused["CUDA"]
-    assert "activations" in refused["companion for torch"]
-    assert "RuntimeError" in refused["companion for torch"]
+    assert "activations" in refused[COMPANION]
+    assert "RuntimeError" in refused[COMPANION]
+
+
+def test_info_says_where_the_companion_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> tuple[bool, str]:
+        main(["info", "--json"])
+        (check,) = (each for each in json.loads(capsys.readouterr().out)["checks"] if each["name"] == COMPANION)
+        return check["works"], check["detail"]
+
+    build = info._torch_build()
+    assert build is not None
+    name = torch_parts.file_name(torch_parts.COMPANION, build)
+    monkeypatch.setattr(info, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
+    works, detail = said()
+    assert not works
+    assert detail.startswith(f"none came with ballonet for torch {build.version}, and to compile it none of")
+    (tmp_path / "cache").mkdir(0o700)
+    (tmp_path / "cache" / name).write_bytes(b"")
+    assert said() == (True, f"compiled before, for torch {build.version}: {tmp_path / 'cache' / name}")
+    (tmp_path / "prebuilt").mkdir()
+    (tmp_path / "prebuilt" / name).write_bytes(b"")
+    assert said() == (True, f"came with ballonet, for torch {build.release}")
 
 
 def test_info_on_a_cpu_ends_in_what_works_and_lists_no_defect(

@@ -8,24 +8,25 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from ballonet.allocator import _native, companion, cuda_headers, devices
+from ballonet.allocator import _native, companion, cuda_headers, devices, torch_parts
 from ballonet.allocator.companion import Companion
 from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
+from ballonet.allocator.torch_parts import COMPANION, TORCH_ALLOCATOR, TorchBuild, TorchPart
 from ballonet.allocator.trusted import TrustedFolder
 
 from .faulting import arm
 
 pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, companion.COMPILERS)), reason="no C++ compiler: the companion cannot be built here"
+    torch_parts.compiler() is None, reason="no C++ compiler: the companion cannot be built here"
 )
 
 # Calls the companion as torch does: with a std::function by value, and catching what is thrown.
@@ -86,7 +87,7 @@ extern "C" int base(void* (*f)(void*, size_t*), void* block) { size_t n; return 
 """
 
 
-def built(folder: Path, part: companion.CompanionPart = companion.COMPANION) -> Path:
+def built(folder: Path, part: TorchPart = COMPANION) -> Path:
     """Where the part lies in the folder, after it was compiled if need be."""
     return companion.build(TrustedFolder(folder), part).path
 
@@ -103,7 +104,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What compiles takes what was compiled before. Returns that."""
     compiled = built(cache)
-    monkeypatch.setattr(companion, "_compile", lambda compiler, output, part: shutil.copy(compiled, output))
+    monkeypatch.setattr(companion, "compile_part", lambda part, build, output, begin: shutil.copy(compiled, output))
     return compiled
 
 
@@ -112,9 +113,8 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("probe")
     source, library = folder / "probe.cpp", folder / "probe.so"
     source.write_text(PROBE)
-    compiler = next(filter(None, map(shutil.which, companion.COMPILERS)))
-    options = ["-std=c++17", *companion._options(), "-fvisibility=default"]
-    subprocess.run([compiler, *options, str(source), "-lc10", "-o", str(library)], check=True)
+    options = ["-std=c++17", *torch_parts.options_for(companion.this_torch()), "-fvisibility=default"]
+    subprocess.run([str(torch_parts.compiler()), *options, str(source), "-lc10", "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.message.restype = ctypes.c_char_p
     loaded.filter_alive.restype = ctypes.c_bool
@@ -140,32 +140,47 @@ def _plain(function: str) -> ctypes.c_void_p:
 
 
 def test_companion_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_again(compiler: str, output: str, part: companion.CompanionPart) -> None:
-        raise AssertionError(f"{compiler} ran again for {output}")
+    def compile_again(part: TorchPart, *arguments: object) -> None:
+        raise AssertionError(f"{part.name} was compiled again")
 
-    monkeypatch.setattr(companion, "_compile", compile_again)
+    monkeypatch.setattr(companion, "compile_part", compile_again)
     path = built(cache)
     assert path.is_file()
     assert list(cache.iterdir()) == [path]
 
 
-def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = quick.name
-    for changed in companion.COMPANION.sources:
-        sources = [Path(shutil.copy(source, tmp_path)) for source in companion.COMPANION.sources]
+def test_the_name_follows_what_a_part_has_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = TorchBuild(Path("torch"), "2.13.0+cpu", "cf30153c", None)
+    here = torch_parts.file_name(COMPANION, build)
+    assert here.startswith("companion-torch2.13.0-")
+    for changed in COMPANION.sources:
+        sources = [Path(shutil.copy(source, tmp_path)) for source in COMPANION.sources]
         with open(tmp_path / changed.name, "a") as file:
             file.write("// one more line\n")
-        other = dataclasses.replace(companion.COMPANION, sources=tuple(sources))
-        assert built(tmp_path / f"other {changed.name}", other).name != here
+        assert torch_parts.file_name(dataclasses.replace(COMPANION, sources=tuple(sources)), build) != here
+    others = {"version": "2.13.1", "commit": "another", "cxx11_abi": False}
+    for name, value in others.items():
+        assert torch_parts.file_name(COMPANION, dataclasses.replace(build, **{name: value})) != here
+    assert torch_parts.file_name(TORCH_ALLOCATOR, build) != here
     with monkeypatch.context() as patch:
-        patch.setattr(companion, "_version", lambda compiler: "another compiler 1.0")
-        assert built(tmp_path / "other compiler").name != here
+        patch.setattr("platform.machine", lambda: "another")
+        assert torch_parts.file_name(COMPANION, build) != here
+
+
+def test_the_name_is_without_cuda_compiler_and_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = TorchBuild(Path("torch"), "2.13.0+cpu", "cf30153c", None)
+    here = torch_parts.file_name(COMPANION, build)
+    on_cuda = dataclasses.replace(build, folder=Path("elsewhere"), version="2.13.0+cu130", cuda="13.0")
+    assert torch_parts.file_name(COMPANION, on_cuda) == here
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("another-compiler",))
+    monkeypatch.setattr("platform.libc_ver", lambda: ("another", "1.0"))
+    assert torch_parts.file_name(COMPANION, build) == here
 
 
 @pytest.mark.usefixtures("quick")
 def test_two_who_compile_it_at_once_have_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, compiles = threading.Barrier(2, timeout=600), companion._compile
-    monkeypatch.setattr(companion, "_compile", lambda *given: (compiles(*given), both.wait()))
+    both, compiles = threading.Barrier(2, timeout=600), companion.compile_part
+    monkeypatch.setattr(companion, "compile_part", lambda *given: (compiles(*given), both.wait()))
     with ThreadPoolExecutor(2) as threads:
         paths = {*threads.map(built, [tmp_path] * 2)}
     assert paths == {*tmp_path.iterdir()}
@@ -194,7 +209,7 @@ def test_without_a_compiler_what_was_compiled_before_is_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = built(cache)
-    monkeypatch.setattr(companion, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
     assert built(cache) == path
     with pytest.raises(CompanionUnavailable, match="no-such-compiler"):
         companion.load(tmp_path, _native.core_table(), 0)
@@ -204,11 +219,81 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
     compiler = tmp_path / "broken-c++"
     compiler.write_text("#!/bin/sh\necho 'no headers here' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(companion, "COMPILERS", (str(compiler),))
+    monkeypatch.setattr(torch_parts, "COMPILERS", (str(compiler),))
     folder = tmp_path / "cache"
     with pytest.raises(CompanionUnavailable, match="no headers here"):
         companion.load(folder, _native.core_table(), 0)
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of that with what a wheel brings, with nothing in it yet."""
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    monkeypatch.setattr(companion, "PREBUILT", folder)
+    return folder
+
+
+def test_the_part_that_a_wheel_brought_for_this_torch_needs_no_compiler(
+    cache: Path, brought: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(built(cache), brought)
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
+    loaded = companion.load(tmp_path / "cache", _native.core_table(), 0)
+    assert loaded.path == brought / built(cache).name
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def announced(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """Returns what is printed to stderr from the last call on; what was announced before is announced again."""
+    companion._announce.cache_clear()
+    yield lambda: capsys.readouterr().err
+    companion._announce.cache_clear()
+
+
+def test_an_unknown_torch_is_compiled_for_and_one_line_says_so(
+    quick: Path, brought: Path, tmp_path: Path, announced: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for release in ("2.9.1", "2.12.0"):
+        other = dataclasses.replace(companion.this_torch(), version=f"{release}+cpu")
+        shutil.copy(quick, brought / torch_parts.file_name(COMPANION, other))
+
+    def compile_part(part: TorchPart, build: TorchBuild, output: Path, begin: Callable[[], None]) -> None:
+        begin()
+        shutil.copy(quick, output)
+
+    monkeypatch.setattr(companion, "compile_part", compile_part)
+    for part in (COMPANION, TORCH_ALLOCATOR):
+        assert built(tmp_path / "cache", part).parent == tmp_path / "cache"
+    assert announced() == (
+        f"ballonet: compiling the companion for torch {torch.__version__} once, into {tmp_path / 'cache'}: this wheel "
+        "brings it for 2.9.1, 2.12.0\n"
+    )
+    built(tmp_path / "cache")
+    assert announced() == ""
+
+
+def test_a_part_that_cannot_be_loaded_is_compiled_instead(quick: Path, brought: Path, tmp_path: Path) -> None:
+    (brought / quick.name).write_bytes(b"made for another C library")
+    loaded = companion.load(tmp_path / "cache", _native.core_table(), 0)
+    assert loaded.path == tmp_path / "cache" / quick.name
+
+
+def test_nothing_is_announced_where_nothing_can_be_compiled(
+    tmp_path: Path, announced: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(CompanionUnavailable, match="there is no C"):
+        companion.load(tmp_path, _native.core_table(), 0)
+    assert announced() == ""
+
+
+def test_the_installed_torch_is_read_from_its_files() -> None:
+    build = torch_parts.read_build(Path(torch.__file__).parent)
+    assert build == companion.this_torch()
+    assert torch_parts.read_build(Path(__file__).parent) is None
 
 
 @pytest.fixture

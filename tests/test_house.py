@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -31,7 +32,9 @@ SOURCES = [
     *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
     *(("facade", path) for path in sorted(FACADE.rglob("*.py"))),  # which does not follow the links to the rooms
 ]
-OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+OTHERS = [
+    path for folder in ("tests", "examples", "benchmarks", "release") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 # modules that need no torch
 LIGHT = (
     *(
@@ -542,6 +545,39 @@ def test_installed_files_are_the_package_and_the_companion_s_source(sdist: Path,
         *(f"allocator/csrc/torch/crt/{n}" for n in ("host_config.h", "host_defines.h")),
     }
     assert installed == python | {f"ballonet/{name}" for name in data}
+
+
+def test_parts_that_are_compiled_already_are_installed(sdist: Path, tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "companion-torch2.13.0-0123456789ab.so").write_bytes(b"compiled")
+    setup(sdist, "build_py", f"--build-lib={tmp_path / 'lib'}", env={**os.environ, "BALLONET_PARTS": str(parts)})
+    installed = tmp_path / "lib" / "ballonet" / "allocator" / "prebuilt"
+    assert (installed / "companion-torch2.13.0-0123456789ab.so").read_bytes() == b"compiled"
+
+
+COMPILER_OF_NOTHING = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+: >"$2"
+"""
+
+
+def test_a_build_says_how_far_it_is_and_only_the_core_has_a_python(sdist: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER_OF_NOTHING)
+    compiler.chmod(0o755)
+    folders = [f"--build-base={tmp_path}", f"--build-lib={tmp_path / 'lib'}"]
+    environment = {**os.environ, "CXX": str(compiler), "BALLONET_BUILD_JOBS": "1"}
+    said = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr
+    progress = re.findall(r"^ballonet: compiled (\d+) of (\d+) files of the native core \((\w+)\)$", said, re.MULTILINE)
+    total = len(progress)
+    assert [(int(number), int(of)) for number, of, _ in progress] == [(number, total) for number in range(1, total + 1)]
+    alone = {path.stem for path in (CSRC / "bindings").glob("*.cpp")}
+    assert {name for *_, name in progress} == {*CORE, "standin"} - {"torch", "bindings"} | alone
+    libraries = {path.name for path in (tmp_path / "lib" / "ballonet" / "allocator").glob("*.so")}
+    assert libraries == {f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_standin.so"}
+    again = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr
+    assert "compiled" not in again
 
 
 def test_a_build_without_a_compiler_says_so_in_a_sentence(sdist: Path) -> None:

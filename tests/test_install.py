@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import _native, companion, devices
+from ballonet.allocator import _native, companion, devices, torch_parts
 from ballonet.allocator import install as module
 from ballonet.allocator.devices import set_budget
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, UnsupportedVersion
@@ -237,7 +237,7 @@ def test_another_cpu_allocator_in_the_way_is_reported(monkeypatch: pytest.Monkey
 
 
 def test_without_a_compiler_the_rest_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(companion, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
     monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="activations"):
         install(**SMALL)

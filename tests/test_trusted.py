@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.allocator import _native, companion, control, findings, trusted
+from ballonet.allocator import _native, companion, control, findings, torch_parts, trusted
 from ballonet.allocator.config import ledger_dir
 from ballonet.allocator.errors import CompanionUnavailable, ControlError, NotTrusted
 from ballonet.allocator.shared_ledger import SharedLedger
+from ballonet.allocator.torch_parts import TorchBuild, TorchPart
 from ballonet.allocator.trusted import TrustedFolder
 from ballonet.offload.record import record
 from ballonet.offload.residency.prefix_files import PrefixFiles
@@ -184,15 +185,16 @@ def compiled() -> Path:
 
 
 @pytest.fixture
-def compiles(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def compiles(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """Compiling takes what was compiled before, and is noted."""
-    outputs = list[str]()
+    outputs = list[Path]()
 
-    def copy(compiler: str, output: str, part: companion.CompanionPart) -> None:
+    def copy(part: TorchPart, build: TorchBuild, output: Path, begin: Callable[[], None]) -> None:
+        torch_parts.required_compiler()
         outputs.append(output)
         shutil.copy(compiled, output)
 
-    monkeypatch.setattr(companion, "_compile", copy)
+    monkeypatch.setattr(companion, "compile_part", copy)
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(companion, "_temporary_folder", lambda: SimpleNamespace(name=name))
         yield outputs
@@ -204,7 +206,7 @@ def loaded(folder: Path) -> companion.Companion:
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_a_library_that_another_user_may_have_put_there_is_not_loaded(
-    tmp_path: Path, compiled: Path, compiles: list[str], told: list[warnings.WarningMessage], spoil: Spoil, wide: bool
+    tmp_path: Path, compiled: Path, compiles: list[Path], told: list[warnings.WarningMessage], spoil: Spoil, wide: bool
 ) -> None:
     """What is loaded instead was compiled in a folder of this process alone, and that is said."""
     folder = tmp_path / "cache"
@@ -228,7 +230,7 @@ def test_a_library_that_another_user_may_have_put_there_is_not_loaded(
 def test_a_cache_folder_of_another_user_is_not_used(
     tmp_path: Path,
     compiled: Path,
-    compiles: list[str],
+    compiles: list[Path],
     told: list[warnings.WarningMessage],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,25 +256,21 @@ def test_without_a_compiler_only_a_trusted_library_is_taken(
 ) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(0o700)
-    stem = compiled.stem.rpartition("-")[0]
-    good, *others = (Path(shutil.copy(compiled, folder / f"{stem}-{kind}.so")) for kind in "bac")
-    for other in others:
-        other.chmod(0o666)
-    monkeypatch.setattr(companion, "COMPILERS", ("no-such-compiler",))
-    assert loaded(folder).path == good
-    good.unlink()
+    kept = Path(shutil.copy(compiled, folder))
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
+    assert loaded(folder).path == kept
+    kept.chmod(0o666)
     with pytest.raises(CompanionUnavailable, match="there is no C\\+\\+ compiler"):
         loaded(folder)
-    assert len(told) == 2
+    one(told, str(kept), "others can write to it")
 
 
 def test_a_library_without_the_companions_function_is_replaced(
-    tmp_path: Path, compiled: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, compiled: Path, compiles: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(0o700)
-    compiler = next(filter(None, map(shutil.which, companion.COMPILERS)))
-    command = [compiler, "-shared", "-x", "c++", "/dev/null", "-o", str(folder / compiled.name)]
+    command = [str(torch_parts.compiler()), "-shared", "-x", "c++", "/dev/null", "-o", str(folder / compiled.name)]
     subprocess.run(command, check=True)
     with pytest.raises(OSError, match="lacks ballonet_companion_init: it was not compiled from"):
         companion.Companion(companion.build(TrustedFolder(folder)), _native.core_table(), 0)
@@ -281,7 +279,7 @@ def test_a_library_without_the_companions_function_is_replaced(
     assert len(compiles) == 2
     subprocess.run(command, check=True)
     (Path(companion._temporary_folder().name) / compiled.name).unlink()
-    monkeypatch.setattr(companion, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(CompanionUnavailable, match="there is no"):
         loaded(folder)
 
@@ -289,13 +287,14 @@ def test_a_library_without_the_companions_function_is_replaced(
 def test_two_libraries_are_not_taken_for_one_another(tmp_path: Path, compiled: Path) -> None:
     """The loader knows a library by the name of the descriptor."""
     folder = TrustedFolder(tmp_path / "cache")
-    compiler = next(filter(None, map(shutil.which, companion.COMPILERS)))
     for number in range(3):
         source = f'extern "C" int number() {{ return {number}; }}'
-        command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(folder.path / f"{number}.so")]
+        output = str(folder.path / f"{number}.so")
+        command = [str(torch_parts.compiler()), "-shared", "-fPIC", "-x", "c++", "-", "-o", output]
         subprocess.run(command, input=source, text=True, check=True)
     for _ in range(2):
-        libraries = [companion.CompiledPart(folder, f"{number}.so").load("number") for number in range(3)]
+        names = [f"{number}.so" for number in range(3)]
+        libraries = [companion.CompiledPart(folder.path / name, folder.open(name)).load("number") for name in names]
         assert [library.number() for library in libraries] == [0, 1, 2]
 
 

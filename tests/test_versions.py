@@ -86,6 +86,16 @@ def test_info_says_which_version_is_not_supported(
         assert re.search(says, " ".join(capsys.readouterr().out.split()))
 
 
+def test_a_wheel_is_for_every_release_of_torch_within_the_bounds() -> None:
+    releases = [tuple(map(int, name.split("."))) for name in versions.TORCH_RELEASES]
+    assert releases == sorted({*releases})
+    oldest, newest = versions.SUPPORTED["torch"]
+    assert {release[:2] for release in releases} == {(2, minor) for minor in range(oldest[1], newest[1] + 1)}
+    for name in versions.TORCH_RELEASES:
+        versions.require("torch", name)
+        assert versions.untested("torch", name) == ""
+
+
 def test_the_package_the_pins_and_the_commands_name_the_same_bounds() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())

@@ -5,7 +5,6 @@ bytes, addresses and handles are ints; stream 0 is the calling thread's.
 """
 
 import ctypes
-import importlib.machinery
 import re
 import shutil
 from collections.abc import Iterator
@@ -85,10 +84,9 @@ def declared(table: str) -> dict[str, tuple[str, list[type]]]:
 def standin_library() -> Path:
     """The stand-in that was built next to the native core."""
     for folder in ballonet.allocator.__path__:
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            if (library := Path(folder) / f"_standin{suffix}").exists():
-                return library
-    raise FileNotFoundError(f"no _standin library in {list(ballonet.allocator.__path__)}: build the package first")
+        if (library := Path(folder) / "_standin.so").exists():
+            return library
+    raise FileNotFoundError(f"no _standin.so in {list(ballonet.allocator.__path__)}: build the package first")
 
 
 def private_copy(library: Path, folder: Path) -> Path:

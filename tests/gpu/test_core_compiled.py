@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 WITHOUT = """
 import warnings
 import torch, ballonet
-from ballonet.allocator import companion, cuda_headers
+from ballonet.allocator import companion, cuda_headers, torch_parts
 {change}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -48,7 +48,7 @@ except {raised} as error:
 else:
     raise AssertionError("4 GiB of 256 MiB")
 """
-NO_COMPILER = 'companion.COMPILERS = ("no-such-compiler",)'
+NO_COMPILER = 'torch_parts.COMPILERS = ("no-such-compiler",)'
 NO_HEADERS = "cuda_headers.folders = lambda: iter(())"
 CANNOT_COMPILE = """
 import dataclasses
