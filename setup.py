@@ -9,8 +9,10 @@ Note [Without a compiler]
     and so does a build in place, which is there for the core alone.
 
 Note [Units]
-    Most of the time that a small file takes goes to the headers it includes, so the files of a folder are compiled as
-    one, as a generated file that includes them. Only the bindings, the largest, are compiled each by itself.
+    Most of the time that a file takes goes to the headers it includes and to what they define, in the bindings as well,
+    so the files of a folder are compiled as one, by a file that includes them. Names in the unnamed namespaces of a
+    folder are therefore all different. The two libraries are compiled at the same time, as what a second core would do
+    beside the last file of each.
 
 Note [Pythons and torches]
     pybind11 has no stable ABI, and `bindings_frames.cpp` reads the frames of Python 3.11, so the core is built for each
@@ -39,6 +41,7 @@ HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 COMPILED_LATER = ["csrc/torch/*.*", "csrc/torch/crt/*"]
 CORE = sorted(path for path in glob("allocator/csrc/*/*.cpp") if Path(path).parent.name not in ("torch", "standin"))
 STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
+JOBS = "BALLONET_BUILD_JOBS"  # how many files of a library are compiled at a time, by default one per core
 UNITS = Path("build", "units")
 ROOMS = ("allocator", "offload", "hooks")
 PACKAGES = [
@@ -66,21 +69,20 @@ def needs_compile(obj: str, source: str) -> bool:
 
 
 def included(source: str) -> list[str]:
-    """The files that a unit compiles; none where it is a file itself."""
-    return glob(f"allocator/csrc/{Path(source).stem}/*.cpp") if Path(source).parent == UNITS else []
+    """The files that a unit compiles."""
+    return glob(f"allocator/csrc/{Path(source).stem}/*.cpp")
 
 
 def units(sources: list[str]) -> list[str]:
     """What is compiled of the sources: see Note [Units]. Writes those that are missing, or not as they should be."""
-    folders = sorted({Path(source).parent for source in sources} - {Path("allocator/csrc/bindings")})
     UNITS.mkdir(parents=True, exist_ok=True)
+    folders = sorted({Path(source).parent for source in sources})
     for folder in folders:
         text = "".join(f'#include "{folder.name}/{path.name}"\n' for path in sorted(folder.glob("*.cpp")))
         unit = UNITS / f"{folder.name}.cpp"
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
-    alone = [source for source in sources if Path(source).parent not in folders]
-    return [*alone, *(str(UNITS / f"{folder.name}.cpp") for folder in folders)]
+    return [str(UNITS / f"{folder.name}.cpp") for folder in folders]
 
 
 WITHOUT = "ballonet/allocator/without_core.txt"
@@ -111,6 +113,10 @@ class BuildPy(build_py):
 class BuildExt(build_ext):
     """Compiles in units, and says how far it is. An editable install takes what was built in place before, where
     nothing of it has changed since."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.environ.get(JOBS) != "1"
 
     def run(self) -> None:
         asked = os.environ.get("CXX", "").split()[:1]
@@ -192,7 +198,7 @@ class BuildExt(build_ext):
             super().build_extension(compiled)
 
 
-ParallelCompile("BALLONET_BUILD_JOBS", default=0, needs_recompile=needs_compile).install()
+ParallelCompile(JOBS, default=0, needs_recompile=needs_compile).install()
 
 core = Pybind11Extension(
     "ballonet.allocator._native",

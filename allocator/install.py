@@ -32,8 +32,8 @@ from .pluggable import CudaAllocator, MemPoolRoute, TorchStatistics, check_cuda_
 
 @dataclass
 class _Installed:
-    """The parts that `install()` put under torch. `companion` is None where there is no compiler; on CUDA there is one
-    of `cuda` and `route`, on the stand-in neither."""
+    """The parts that `install()` put under torch. `companion` is None where there is none for this torch; on CUDA there
+    is one of `cuda` and `route`, on the stand-in neither."""
 
     runtime: Runtime
     companion: Companion | None

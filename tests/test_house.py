@@ -572,8 +572,7 @@ def test_a_build_says_how_far_it_is_and_only_the_core_has_a_python(sdist: Path, 
     progress = re.findall(r"^ballonet: compiled (\d+) of (\d+) files of the native core \((\w+)\)$", said, re.MULTILINE)
     total = len(progress)
     assert [(int(number), int(of)) for number, of, _ in progress] == [(number, total) for number in range(1, total + 1)]
-    alone = {path.stem for path in (CSRC / "bindings").glob("*.cpp")}
-    assert {name for *_, name in progress} == {*CORE, "standin"} - {"torch", "bindings"} | alone
+    assert {name for *_, name in progress} == {*CORE, "standin"} - {"torch"}
     libraries = {path.name for path in (tmp_path / "lib" / "ballonet" / "allocator").glob("*.so")}
     assert libraries == {f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_standin.so"}
     again = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import ballonet
+from ballonet.allocator import companion, torch_parts
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 3600  # that a build may take: only one that hangs takes them
@@ -35,7 +36,8 @@ stock = model.generate(**asked)
 ballonet.install("64MiB", page_size="64KiB", device="cpu")
 ballonet.manage(model)
 assert torch.equal(model.generate(**asked), stock)
-print(ballonet.__version__, ballonet.stats().pages.weights)
+pages = ballonet.stats().pages
+print(ballonet.__version__, pages.weights, pages.activations)
 """
 
 pytestmark = pytest.mark.release
@@ -79,18 +81,15 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip builds from the sdist, in an environment that it makes for that."""
-    out = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", out, sdist, folder=out)
-    (made,) = out.glob("*.whl")
-    return made
-
-
-def repaired(wheel: Path, out: Path) -> Path:
-    """The wheel with its manylinux tag, as `make wheel` makes it."""
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", out, wheel, PATH=path)
-    (made,) = out.glob("*.whl")
+    """The manylinux wheel of `make wheel`, which brings the companion for the torch of this Python."""
+    parts, out = tmp_path_factory.mktemp("parts"), tmp_path_factory.mktemp("wheel")
+    build = companion.this_torch()
+    torch_parts.compile_part(torch_parts.COMPANION, build, parts / torch_parts.file_name(torch_parts.COMPANION, build))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "release"))
+        import wheels
+    wheels.BUILD.mkdir(exist_ok=True)
+    made: Path = wheels.make_wheel(sdist, wheels.Interpreter(Path(sys.executable), sys.version_info[:2]), parts, out)
     return made
 
 
@@ -99,14 +98,22 @@ def test_it_is_of_this_version(sdist: Path) -> None:
 
 
 def test_the_wheel_is_manylinux_and_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    made = repaired(wheel, tmp_path / "repaired")
-    assert re.search(r"-manylinux_2_\d+_", made.name), made.name
-    names = zipfile.ZipFile(made).namelist()
+    """Without a compiler, activations in the pool included."""
+    assert re.search(r"-manylinux_2_\d+_", wheel.name), wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if ".libs/" in name] == [], "no library comes with it"
-    python = installed(tmp_path / "environment", made)
-    version, pages = run(python, "-c", PROGRAM, tmp_path / "environment", folder=tmp_path).split()[-2:]
+    libraries = {name.rpartition("/")[2] for name in names if name.endswith(".so")}
+    part = torch_parts.file_name(torch_parts.COMPANION, companion.this_torch())
+    assert libraries == {f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_standin.so", part}
+    python = installed(tmp_path / "environment", wheel, PATH="/nowhere")
+    alone = {"PATH": "/nowhere", "BALLONET_CACHE_DIR": str(tmp_path / "cache")}
+    said = run(python, "-c", PROGRAM, tmp_path / "environment", folder=tmp_path, **alone)
+    assert "compil" not in said
+    version, weights, activations = said.split()[-3:]
     assert version == ballonet.__version__
-    assert int(pages) > 0
+    assert int(weights) > 0
+    assert int(activations) > 0
+    assert list((tmp_path / "cache").glob("*.so")) == []
 
 
 def test_the_sdist_installs_without_a_compiler(sdist: Path, tmp_path: Path) -> None:

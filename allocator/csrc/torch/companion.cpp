@@ -1,8 +1,8 @@
 // What must link torch: the functions that torch's CUDA allocator calls, and the CPU allocator where there is no GPU.
 //
-// Compiled by `allocator/companion.py` at the first install() against the torch found there, linked to libc10 only. The
-// core is reached through the table of entry.h; what this file adds is torch's types: errors that Python sees as
-// `torch.OutOfMemoryError`, the stream filter of a graph's pool, and `c10::Allocator`. CUDA's headers are not needed.
+// Compiled for each release of torch (`allocator/torch_parts.py`), linked to libc10 only. The core is reached through
+// the table of entry.h; what this file adds is torch's types: errors that Python sees as `torch.OutOfMemoryError`, the
+// stream filter of a graph's pool, and `c10::Allocator`. CUDA's headers are not needed.
 //
 // Words
 //   stock  torch's own CPU allocator, the one that was in place before

@@ -2,8 +2,8 @@
 // graphs and their checkpoints, the profiler's events. A subclass of torch's pluggable allocator, which refuses most of
 // these.
 //
-// Compiled by `allocator/companion.py` at the first use against the torch found there, with CUDA's headers. The core is
-// reached through the table of entry.h. It does not use Python's interface, so that one file serves every Python:
+// Compiled for each release of torch (`allocator/torch_parts.py`), with CUDA's headers. The core is reached through the
+// table of entry.h. It does not use Python's interface, so that one file serves every Python:
 // `ballonet_torch_place` puts the allocator into place as `change_current_allocator` does, and torch itself says then
 // which Python object stands for it (`torch._C._cuda_getAllocator()`).
 //
