@@ -6,12 +6,10 @@ context.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from . import _native, cuda_headers, device_choice, findings, ram, versions
@@ -26,7 +24,7 @@ from .torch_parts import (
     TorchPart,
     compiler,
     file_name,
-    read_build,
+    installed_build,
 )
 from .trusted import TrustedFolder
 from .units import format_size
@@ -212,7 +210,7 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
         yield PEER, True, others or _ALONE
         shared = target.facts["posix_handles"]
         yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
-    build = _torch_build()
+    build = installed_build()
     yield "companion for torch", *_companion(config, build)
     if build is not None and build.cuda is not None:
         yield "torch's whole CUDA allocator", *_torch_allocator(config, build)
@@ -302,11 +300,5 @@ def _supported(package: str) -> tuple[bool, str]:
 
 
 def _torch_has_cuda() -> bool:
-    build = _torch_build()
+    build = installed_build()
     return build is not None and build.cuda is not None
-
-
-def _torch_build() -> TorchBuild | None:
-    """Returns the build of the torch that is installed, from its files."""
-    spec = importlib.util.find_spec("torch")
-    return None if spec is None or spec.origin is None else read_build(Path(spec.origin).parent)

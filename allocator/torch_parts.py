@@ -16,6 +16,7 @@ Note [What a compiled part fits]
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import platform
 import re
 import shutil
@@ -90,6 +91,12 @@ def read_build(folder: Path) -> TorchBuild | None:
     if "__version__" not in facts:
         return None
     return TorchBuild(folder, facts["__version__"], facts.get("git_version", ""), facts.get("cuda"))
+
+
+def installed_build() -> TorchBuild | None:
+    """Returns the torch that is installed for this Python, without importing it; None where there is none."""
+    spec = importlib.util.find_spec("torch")
+    return None if spec is None or spec.origin is None else read_build(Path(spec.origin).parent)
 
 
 def file_name(part: TorchPart, build: TorchBuild) -> str:

@@ -5,15 +5,14 @@
     python release/wheels.py --python "python3.12"      for these interpreters only
 
 A wheel brings the parts of ballonet that link torch (allocator/torch_parts.py), compiled for every release of torch in
-allocator/versions.py. That takes a release's headers, which its wheel has (530 MB, fetched once; 39 MB stay in
-build/torch/). Where it cannot be fetched, the torch that is installed serves as far as it goes. Said at the end: which
-wheels there are, what they bring for which torch, what is missing and why.
+allocator/versions.py. That takes a release's headers, which its wheel has: 530 MB, fetched once, of which 39 MB stay in
+build/torch-headers/. Where it cannot be fetched, the torch that is installed serves as far as it goes. Said at the end:
+which wheels there are, what they bring for which torch, what is missing and why.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from ballonet.allocator.torch_parts import (
     TorchPart,
     compile_part,
     file_name,
+    installed_build,
     read_build,
     required_compiler,
 )
@@ -159,7 +159,7 @@ def fetch(requirement: str, wanted: str, folder: Path) -> None:
 def torch_of(version: str) -> TorchBuild:
     """Returns that release of torch, built with CUDA: its headers, and libraries to link that are empty but for their
     names. CompanionUnavailable."""
-    folder = BUILD / "torch" / version
+    folder = BUILD / "torch-headers" / version
     if not folder.exists():
         print(f"torch {version}: fetching its headers, in a wheel of 530 MB", flush=True)
         # === is this version and no other: 2.13.0+cpu, which lacks some of the headers, would be taken for a newer one
@@ -177,7 +177,7 @@ def torch_of(version: str) -> TorchBuild:
 def find_cuda_headers(cuda: str) -> None:
     """Fetches CUDA's headers of that version where this machine has none. CompanionUnavailable."""
     major = int(cuda.partition(".")[0])
-    folder = BUILD / "torch" / f"cuda-{major}"
+    folder = BUILD / "torch-headers" / f"cuda-{major}"
     if cuda_headers.find(cuda)[0] is None:
         if not folder.exists():
             package = f"nvidia-cuda-runtime=={major}.*" if major >= 13 else f"nvidia-cuda-runtime-cu{major}"
@@ -237,12 +237,6 @@ def make_wheel(sdist: Path, python: Interpreter, parts: Path, into: Path) -> Pat
         return Path(shutil.move(wheel, into / wheel.name))
 
 
-def installed_torch() -> TorchBuild | None:
-    """Returns the torch of this Python; None where there is none."""
-    spec = importlib.util.find_spec("torch")
-    return None if spec is None or spec.origin is None else read_build(Path(spec.origin).parent)
-
-
 def report(made: list[Path], without: list[str], releases: list[TorchRelease]) -> Iterator[str]:
     """Yields what a reader of the outcome looks for: files with their sizes, Pythons that have none, and what the
     wheels bring for which torch."""
@@ -262,13 +256,13 @@ def main() -> int:
         required_compiler()
     except CompanionUnavailable as error:
         sys.exit(f"a wheel cannot be made: {error}")
-    for folder in (DIST, BUILD / "torch" / "parts"):
+    for folder in (DIST, BUILD / "torch-parts"):
         folder.mkdir(parents=True, exist_ok=True)
     named = [Path(shutil.which(name) or name) for name in asked.python.split()]
     pythons, without = choose_pythons(named or candidates([Path(sys.executable).parent, *folders()]))
     versions_asked = [version for version in asked.torch.split() if version != "none"]
-    installed = installed_torch()
-    releases = [make_parts(version, BUILD / "torch" / "parts", installed) for version in versions_asked]
+    installed = installed_build()
+    releases = [make_parts(version, BUILD / "torch-parts", installed) for version in versions_asked]
     failed = False
     with tempfile.TemporaryDirectory(prefix="parts-", dir=BUILD) as parts:
         for file in (file for release in releases for file in release.files.values()):

@@ -281,7 +281,7 @@ def test_info_says_where_the_companion_comes_from(
         (check,) = (each for each in json.loads(capsys.readouterr().out)["checks"] if each["name"] == COMPANION)
         return check["works"], check["detail"]
 
-    build = info._torch_build()
+    build = torch_parts.installed_build()
     assert build is not None
     name = torch_parts.file_name(torch_parts.COMPANION, build)
     monkeypatch.setattr(info, "PREBUILT", tmp_path / "prebuilt")

@@ -526,7 +526,7 @@ def files(folder: Path) -> set[str]:
 def test_the_sdist_holds_every_source(sdist: Path) -> None:
     sources = [*(path for _, path in SOURCES), *(path for path in CSRC.rglob("*.*") if path.is_file())]
     wanted = {path.relative_to(ROOT).as_posix() for path in sources}
-    wanted |= {"LICENSE", "README.md", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"}
+    wanted |= {"LICENSE", "README.md", "Makefile", "release/wheels.py", "constraints.txt", "pyproject.toml", "setup.py"}
     assert wanted - files(sdist) == set()
     assert [name for name in files(sdist) if name.endswith((".so", ".o", ".pyc"))] == []
 

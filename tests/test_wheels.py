@@ -142,7 +142,7 @@ def test_a_library_to_link_to_has_the_name_that_torch_gives_it(
     wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is used of it, and with a compiler that leaves out what is not: the companion is found by it."""
-    folder = tmp_path / "build" / "torch" / "2.12.0" / "torch"
+    folder = tmp_path / "build" / "torch-headers" / "2.12.0" / "torch"
     folder.mkdir(parents=True)
     (folder / "version.py").write_text("__version__ = '2.12.0+cu130'\ngit_version = '0'\ncuda: str = '13.0'\n")
     (folder / "include").mkdir()

@@ -30,7 +30,7 @@ def copy() -> None:
         elif source.exists() and not (target.exists() and target.read_bytes() == source.read_bytes()):
             (shutil.copy if target.exists() else shutil.copy2)(source, target)
     if not (COPY / "build").exists():
-        omitted = shutil.ignore_patterns("mutants*", "simgpu", "mypy")
+        omitted = shutil.ignore_patterns("mutants*", "simgpu", "mypy", "torch-headers")
         shutil.copytree(ROOT / "build", COPY / "build", symlinks=True, ignore=omitted)
         for library in (ROOT / "allocator").glob("*.so"):
             shutil.copy2(library, COPY / "allocator")
