@@ -101,7 +101,7 @@ docs: $(VENV)/.ready  ## the documentation as a site, build/site/index.html
 
 wheel: $(VENV)/.ready  ## dist/: the sdist, and for each Python found a manylinux wheel that needs no compiler under the supported releases of torch (530 MB for each, fetched once); TORCH="2.13.0 2.15.0" or none, PYTHONS="python3.12"
 	@$(call extra,auditwheel,release)
-	@PYTHONPATH=src $(PY) release/wheels.py $(if $(TORCH),--torch "$(TORCH)") $(if $(PYTHONS),--python "$(PYTHONS)")
+	@PYTHONPATH=src $(PY) .ci/wheels.py $(if $(TORCH),--torch "$(TORCH)") $(if $(PYTHONS),--python "$(PYTHONS)")
 
 clean:  ## removes what was built; keeps the environment
 	@rm -rf build dist ballonet.egg-info allocator/*.so

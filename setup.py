@@ -17,7 +17,7 @@ Note [Units]
 Note [Pythons and torches]
     pybind11 has no stable ABI, and `bindings_frames.cpp` reads the frames of Python 3.11, so the core is built for each
     Python; the stand-in and what links torch serve all. The latter comes compiled only with the wheels of
-    release/wheels.py, which names its folder in BALLONET_PARTS.
+    .ci/wheels.py, which names its folder in BALLONET_PARTS.
 """
 
 import contextlib

@@ -50,7 +50,7 @@ class TorchBuild:
 
     @property
     def release(self) -> str:
-        """Its version without what tells builds of one release apart, as "+cpu"."""
+        """The version without what tells builds of one release apart, as "+cpu"."""
         return self.version.partition("+")[0]
 
 

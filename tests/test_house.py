@@ -33,7 +33,7 @@ SOURCES = [
     *(("facade", path) for path in sorted(FACADE.rglob("*.py"))),  # which does not follow the links to the rooms
 ]
 OTHERS = [
-    path for folder in ("tests", "examples", "benchmarks", "release") for path in sorted((ROOT / folder).rglob("*.py"))
+    path for folder in ("tests", "examples", "benchmarks", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 # modules that need no torch
 LIGHT = (
@@ -322,7 +322,7 @@ def test_docstrings_and_comments_name_files_and_notes_that_exist() -> None:
 # What is changed and belongs to no device and to no model: file -> names, and why they are the process's.
 PROCESS = {
     "allocator/captures.py": "_listeners",  # torch's class of graphs is wrapped once
-    "allocator/companion.py": "_temporary_folder",  # is deleted when the process ends
+    "allocator/companion.py": "_announce _temporary_folder",  # said once; deleted when the process ends
     "allocator/control.py": "_control",  # a process has one socket, named by its pid
     "allocator/install.py": "_installed _lock _warned",  # torch has one allocator; a warning is given once
     "allocator/interrupts.py": "_watched",  # Python calls back only as long as somebody keeps the reference
@@ -526,7 +526,7 @@ def files(folder: Path) -> set[str]:
 def test_the_sdist_holds_every_source(sdist: Path) -> None:
     sources = [*(path for _, path in SOURCES), *(path for path in CSRC.rglob("*.*") if path.is_file())]
     wanted = {path.relative_to(ROOT).as_posix() for path in sources}
-    wanted |= {"LICENSE", "README.md", "Makefile", "release/wheels.py", "constraints.txt", "pyproject.toml", "setup.py"}
+    wanted |= {"LICENSE", "README.md", "Makefile", ".ci/wheels.py", "constraints.txt", "pyproject.toml", "setup.py"}
     assert wanted - files(sdist) == set()
     assert [name for name in files(sdist) if name.endswith((".so", ".o", ".pyc"))] == []
 

@@ -86,10 +86,10 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = companion.this_torch()
     torch_parts.compile_part(torch_parts.COMPANION, build, parts / torch_parts.file_name(torch_parts.COMPANION, build))
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "release"))
+        patch.syspath_prepend(str(ROOT / ".ci"))
         import wheels
     wheels.BUILD.mkdir(exist_ok=True)
-    made: Path = wheels.make_wheel(sdist, wheels.Interpreter(Path(sys.executable), sys.version_info[:2]), parts, out)
+    made: Path = wheels.make_wheel(sdist, Path(sys.executable), parts, out)
     return made
 
 

@@ -251,6 +251,7 @@ def test_a_cache_folder_of_another_user_is_not_used(
     assert [path.name for path in folder.iterdir()] == [compiled.name]
 
 
+@pytest.mark.usefixtures("compiles")  # not what a test before has compiled into the folder of this process
 def test_without_a_compiler_only_a_trusted_library_is_taken(
     tmp_path: Path, compiled: Path, told: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
