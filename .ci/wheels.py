@@ -86,12 +86,10 @@ def choose_pythons(paths: Iterable[Path]) -> tuple[dict[Version, Path], list[str
         except (OSError, subprocess.CalledProcessError):
             continue  # a name of a version manager, which leads to no Python now
         version = int(major), int(minor)
-        if version < (3, 11):
-            refused[version] = f"Python {major}.{minor}: left out, as 3.11 or newer is needed"
-        elif has_headers != "True":
-            refused[version] = f"Python {major}.{minor}: left out, as {path} comes without Python.h"
-        else:
+        if version >= (3, 11) and has_headers == "True":
             chosen.setdefault(version, path)
+        elif version >= (3, 11):
+            refused[version] = f"Python {major}.{minor}: left out, as {path} comes without Python.h"
     left_out = [refused[version] for version in sorted(refused.keys() - chosen)]
     return {version: chosen[version] for version in sorted(chosen)}, left_out
 
