@@ -65,12 +65,7 @@ def outdated(target: str, sources: list[str]) -> bool:
 
 def needs_compile(obj: str, source: str) -> bool:
     """Compile a file again when it, what it includes of its folder, or any header is newer than its object."""
-    return outdated(obj, [source, *included(source), *HEADERS, __file__])
-
-
-def included(source: str) -> list[str]:
-    """The files that a unit compiles."""
-    return glob(f"allocator/csrc/{Path(source).stem}/*.cpp")
+    return outdated(obj, [source, *glob(f"allocator/csrc/{Path(source).stem}/*.cpp"), *HEADERS, __file__])
 
 
 def units(sources: list[str]) -> list[str]:
@@ -90,13 +85,8 @@ PROBE = "#include <Python.h>\n#include <optional>\nint main() { return std::opti
 
 
 def tell(text: str) -> None:
-    """Says it on stderr and on the terminal."""
-    print(text, file=sys.stderr)
-    tell_terminal(text)
-
-
-def tell_terminal(text: str) -> None:
-    """Says it on the terminal, if there is one, below what pip shows there."""
+    """Says it on stderr and, below what pip shows there, on the terminal."""
+    print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
         terminal.write(f"\n{text}\n")
 
@@ -135,7 +125,7 @@ class BuildExt(build_ext):
             super().build_extensions()
 
     def tell_progress(self) -> None:
-        """Has the compiler say what it has compiled, of how much: pip's user sees each quarter."""
+        """Has the compiler say what it has compiled, of how much."""
         names = [name for ext in self.extensions for name in units(ext.sources)]
         objects = self.compiler.object_filenames(names, output_dir=self.build_temp)
         total = sum(map(needs_compile, objects, names))
@@ -143,11 +133,8 @@ class BuildExt(build_ext):
 
         def compile_and_tell(obj: str, source: str, *options: object) -> None:
             compile_one(obj, source, *options)
-            number = next(done)
-            text = f"ballonet: compiled {number} of {total} files of the native core ({Path(source).stem})"
-            print(text, file=sys.stderr, flush=True)
-            if not self.inplace and number * 4 // total > (number - 1) * 4 // total:
-                tell_terminal(text)
+            text = f"ballonet: compiled {next(done)} of {total} parts of the native core ({Path(source).stem})"
+            print(text, file=sys.stderr, flush=True) if self.inplace else tell(text)
 
         self.compiler._compile = compile_and_tell
 

@@ -149,32 +149,29 @@ def test_companion_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert list(cache.iterdir()) == [path]
 
 
-def test_the_name_follows_what_a_part_has_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_follows_what_a_part_has_to_fit_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build = TorchBuild(Path("torch"), "2.13.0+cpu", "cf30153c", None)
-    here = torch_parts.file_name(COMPANION, build)
-    assert here.startswith("companion-torch2.13.0-")
+    name = torch_parts.file_name(COMPANION, build)
+    assert name.startswith("companion-torch2.13.0-")
+    others = [TORCH_ALLOCATOR]
     for changed in COMPANION.sources:
-        sources = [Path(shutil.copy(source, tmp_path)) for source in COMPANION.sources]
-        with open(tmp_path / changed.name, "a") as file:
-            file.write("// one more line\n")
-        assert torch_parts.file_name(dataclasses.replace(COMPANION, sources=tuple(sources)), build) != here
-    others = {"version": "2.13.1", "commit": "another", "cxx11_abi": False}
-    for name, value in others.items():
-        assert torch_parts.file_name(COMPANION, dataclasses.replace(build, **{name: value})) != here
-    assert torch_parts.file_name(TORCH_ALLOCATOR, build) != here
+        copy = Path(shutil.copy(changed, tmp_path))
+        copy.write_text(f"{copy.read_text()}// one more line\n")
+        sources = tuple(copy if source == changed else source for source in COMPANION.sources)
+        others.append(dataclasses.replace(COMPANION, sources=sources))
+    names = {torch_parts.file_name(part, build) for part in others}
+    for field, value in {"version": "2.13.1", "commit": "another", "cxx11_abi": False}.items():
+        names.add(torch_parts.file_name(COMPANION, dataclasses.replace(build, **{field: value})))
     with monkeypatch.context() as patch:
         patch.setattr("platform.machine", lambda: "another")
-        assert torch_parts.file_name(COMPANION, build) != here
-
-
-def test_the_name_is_without_cuda_compiler_and_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = TorchBuild(Path("torch"), "2.13.0+cpu", "cf30153c", None)
-    here = torch_parts.file_name(COMPANION, build)
+        names.add(torch_parts.file_name(COMPANION, build))
+    assert len({name, *names}) == 8
     on_cuda = dataclasses.replace(build, folder=Path("elsewhere"), version="2.13.0+cu130", cuda="13.0")
-    assert torch_parts.file_name(COMPANION, on_cuda) == here
     monkeypatch.setattr(torch_parts, "COMPILERS", ("another-compiler",))
     monkeypatch.setattr("platform.libc_ver", lambda: ("another", "1.0"))
-    assert torch_parts.file_name(COMPANION, build) == here
+    assert torch_parts.file_name(COMPANION, on_cuda) == name
 
 
 @pytest.mark.usefixtures("quick")
@@ -245,16 +242,8 @@ def test_the_part_that_a_wheel_brought_for_this_torch_needs_no_compiler(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.fixture
-def announced(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """Returns what is printed to stderr from the last call on; what was announced before is announced again."""
-    companion._announce.cache_clear()
-    yield lambda: capsys.readouterr().err
-    companion._announce.cache_clear()
-
-
 def test_an_unknown_torch_is_compiled_for_and_one_line_says_so(
-    quick: Path, brought: Path, tmp_path: Path, announced: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    quick: Path, brought: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for release in ("2.9.1", "2.12.0"):
         other = dataclasses.replace(companion.this_torch(), version=f"{release}+cpu")
@@ -265,29 +254,18 @@ def test_an_unknown_torch_is_compiled_for_and_one_line_says_so(
         shutil.copy(quick, output)
 
     monkeypatch.setattr(companion, "compile_part", compile_part)
-    for part in (COMPANION, TORCH_ALLOCATOR):
+    for part in (COMPANION, TORCH_ALLOCATOR, COMPANION):
         assert built(tmp_path / "cache", part).parent == tmp_path / "cache"
-    assert announced() == (
+    assert capsys.readouterr().err == (
         f"ballonet: compiling the companion for torch {torch.__version__} once, into {tmp_path / 'cache'}: this wheel "
         "brings it for 2.9.1, 2.12.0\n"
     )
-    built(tmp_path / "cache")
-    assert announced() == ""
 
 
 def test_a_part_that_cannot_be_loaded_is_compiled_instead(quick: Path, brought: Path, tmp_path: Path) -> None:
     (brought / quick.name).write_bytes(b"made for another C library")
     loaded = companion.load(tmp_path / "cache", _native.core_table(), 0)
     assert loaded.path == tmp_path / "cache" / quick.name
-
-
-def test_nothing_is_announced_where_nothing_can_be_compiled(
-    tmp_path: Path, announced: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_parts, "COMPILERS", ("no-such-compiler",))
-    with pytest.raises(CompanionUnavailable, match="there is no C"):
-        companion.load(tmp_path, _native.core_table(), 0)
-    assert announced() == ""
 
 
 def test_the_installed_torch_is_read_from_its_files() -> None:

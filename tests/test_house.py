@@ -547,34 +547,23 @@ def test_installed_files_are_the_package_and_the_companion_s_source(sdist: Path,
     assert installed == python | {f"ballonet/{name}" for name in data}
 
 
-def test_parts_that_are_compiled_already_are_installed(sdist: Path, tmp_path: Path) -> None:
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    (parts / "companion-torch2.13.0-0123456789ab.so").write_bytes(b"compiled")
-    setup(sdist, "build_py", f"--build-lib={tmp_path / 'lib'}", env={**os.environ, "BALLONET_PARTS": str(parts)})
-    installed = tmp_path / "lib" / "ballonet" / "allocator" / "prebuilt"
-    assert (installed / "companion-torch2.13.0-0123456789ab.so").read_bytes() == b"compiled"
-
-
-COMPILER_OF_NOTHING = """#!/bin/sh
-while [ "$1" != -o ]; do shift; done
-: >"$2"
-"""
-
-
-def test_a_build_says_how_far_it_is_and_only_the_core_has_a_python(sdist: Path, tmp_path: Path) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(COMPILER_OF_NOTHING)
+def test_a_build_says_how_far_it_is_and_has_what_it_is_to_bring(sdist: Path, tmp_path: Path) -> None:
+    """And of its libraries only the core is for one Python."""
+    compiler, parts = tmp_path / "compiler", tmp_path / "parts"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: >"$2"\n')
     compiler.chmod(0o755)
+    parts.mkdir()
+    (parts / "companion.so").write_bytes(b"compiled")
     folders = [f"--build-base={tmp_path}", f"--build-lib={tmp_path / 'lib'}"]
-    environment = {**os.environ, "CXX": str(compiler), "BALLONET_BUILD_JOBS": "1"}
+    environment = {**os.environ, "CXX": str(compiler), "BALLONET_BUILD_JOBS": "1", "BALLONET_PARTS": str(parts)}
     said = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr
-    progress = re.findall(r"^ballonet: compiled (\d+) of (\d+) files of the native core \((\w+)\)$", said, re.MULTILINE)
+    progress = re.findall(r"^ballonet: compiled (\d+) of (\d+) parts of the native core \((\w+)\)$", said, re.MULTILINE)
     total = len(progress)
     assert [(int(number), int(of)) for number, of, _ in progress] == [(number, total) for number in range(1, total + 1)]
     assert {name for *_, name in progress} == {*CORE, "standin"} - {"torch"}
-    libraries = {path.name for path in (tmp_path / "lib" / "ballonet" / "allocator").glob("*.so")}
-    assert libraries == {f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_standin.so"}
+    package = tmp_path / "lib" / "ballonet" / "allocator"
+    libraries = {path.relative_to(package).as_posix() for path in package.rglob("*.so")}
+    assert libraries == {f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_standin.so", "prebuilt/companion.so"}
     again = setup(sdist, "build", *folders, env=environment, start_new_session=True).stderr
     assert "compiled" not in again
 

@@ -87,13 +87,9 @@ def test_info_says_which_version_is_not_supported(
 
 
 def test_a_wheel_is_for_every_release_of_torch_within_the_bounds() -> None:
-    releases = [tuple(map(int, name.split("."))) for name in versions.TORCH_RELEASES]
-    assert releases == sorted({*releases})
-    oldest, newest = versions.SUPPORTED["torch"]
-    assert {release[:2] for release in releases} == {(2, minor) for minor in range(oldest[1], newest[1] + 1)}
-    for name in versions.TORCH_RELEASES:
-        versions.require("torch", name)
-        assert versions.untested("torch", name) == ""
+    (major, oldest), (_, newest) = versions.SUPPORTED["torch"]
+    minors = {name.rpartition(".")[0] for name in versions.TORCH_RELEASES}
+    assert minors == {f"{major}.{minor}" for minor in range(oldest, newest + 1)}
 
 
 def test_the_package_the_pins_and_the_commands_name_the_same_bounds() -> None:
