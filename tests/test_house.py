@@ -548,7 +548,7 @@ def test_installed_files_are_the_package_and_the_companion_s_source(sdist: Path,
 
 
 def test_a_build_says_how_far_it_is_and_has_what_it_is_to_bring(sdist: Path, tmp_path: Path) -> None:
-    """And of its libraries only the core is for one Python."""
+    """Only the core is for one Python."""
     compiler, parts = tmp_path / "compiler", tmp_path / "parts"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: >"$2"\n')
     compiler.chmod(0o755)
