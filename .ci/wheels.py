@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import ballonet
 from ballonet.allocator import cuda_headers, versions
 from ballonet.allocator.errors import CompanionUnavailable
 from ballonet.allocator.torch_parts import (
@@ -167,10 +168,8 @@ def make_parts(version: str, into: Path, installed: TorchBuild | None) -> tuple[
 
 def make_sdist(into: Path) -> Path:
     """Returns the sdist. subprocess.CalledProcessError."""
-    with tempfile.TemporaryDirectory(prefix="sdist-", dir=BUILD) as aside:
-        run(sys.executable, "-m", "build", "--sdist", "--outdir", aside, ROOT)
-        (sdist,) = Path(aside).iterdir()
-        return Path(shutil.move(sdist, into / sdist.name))
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", into, ROOT)
+    return into / f"ballonet-{ballonet.__version__}.tar.gz"
 
 
 def make_wheel(sdist: Path, python: Path, parts: Path, into: Path) -> Path:

@@ -29,7 +29,7 @@ from typing import ClassVar, Final, TypeVar
 import torch
 
 from .errors import CompanionUnavailable, NotTrusted
-from .torch_parts import COMPANION, PREBUILT, TORCH_ALLOCATOR, TorchBuild, TorchPart, compile_part, file_name, releases
+from .torch_parts import COMPANION, PREBUILT, TORCH_ALLOCATOR, TorchBuild, TorchPart, compile_part, file_name
 from .trusted import TrustedFolder, tell
 
 T = TypeVar("T")
@@ -192,7 +192,8 @@ def build(folder: TrustedFolder, part: TorchPart = COMPANION) -> CompiledPart:
 @functools.cache
 def _announce(folder: Path) -> None:
     """Says that parts are compiled, why, and where they are kept: once for both."""
-    brought = releases(path.name for path in PREBUILT.glob("*.so"))
+    names = [path.name.split("-")[1] for path in PREBUILT.glob(f"{COMPANION.name}-*.so")]
+    brought = sorted(name.removeprefix("torch") for name in names)
     why = f"this wheel brings it for {', '.join(brought)}" if brought else "no wheel has brought it"
     print(
         f"ballonet: compiling the companion for torch {torch.__version__} once, into {folder}: {why}",

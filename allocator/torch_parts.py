@@ -21,7 +21,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -104,12 +104,6 @@ def file_name(part: TorchPart, build: TorchBuild) -> str:
     sources = [path.read_text() for path in part.sources]
     facts = "\0".join([build.commit, str(build.cxx11_abi), platform.machine(), *sources])
     return f"{part.name}-torch{build.release}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.so"
-
-
-def releases(names: Iterable[str]) -> list[str]:
-    """Returns the releases of torch that companions of these names are for, from the oldest."""
-    found = {match[1] for name in names if (match := re.fullmatch(rf"{COMPANION.name}-torch(.*)-\w+\.so", name))}
-    return sorted(found, key=lambda release: [int(number) for number in re.findall(r"\d+", release)])
 
 
 def compiler() -> str | None:

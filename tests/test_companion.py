@@ -245,7 +245,7 @@ def test_the_part_that_a_wheel_brought_for_this_torch_needs_no_compiler(
 def test_an_unknown_torch_is_compiled_for_and_one_line_says_so(
     quick: Path, brought: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for release in ("2.9.1", "2.12.0"):
+    for release in ("2.11.0", "2.12.0"):
         other = dataclasses.replace(companion.this_torch(), version=f"{release}+cpu")
         shutil.copy(quick, brought / torch_parts.file_name(COMPANION, other))
 
@@ -258,7 +258,7 @@ def test_an_unknown_torch_is_compiled_for_and_one_line_says_so(
         assert built(tmp_path / "cache", part).parent == tmp_path / "cache"
     assert capsys.readouterr().err == (
         f"ballonet: compiling the companion for torch {torch.__version__} once, into {tmp_path / 'cache'}: this wheel "
-        "brings it for 2.9.1, 2.12.0\n"
+        "brings it for 2.11.0, 2.12.0\n"
     )
 
 
