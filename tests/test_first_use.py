@@ -257,8 +257,9 @@ def test_the_extension_installs_and_removes_the_pool(tmp_path: Path) -> None:
         except ballonet.BallonetError as error:
             print(error)
     """
-    variables = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "PATH": os.environ["PATH"]}
-    done = programs.python("-c", textwrap.dedent(code), variables=variables | {"HOME": str(tmp_path)})
+    kept = {name: os.environ[name] for name in ("PATH", "BALLONET_CACHE_DIR")}
+    variables = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "HOME": str(tmp_path), **kept}
+    done = programs.python("-c", textwrap.dedent(code), variables=variables)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(f"{64 * 2**20}\n") == 2
     assert "not installed" in done.stdout.splitlines()[-1]

@@ -303,7 +303,7 @@ def test_figures_are_published(
         (row,) = json.loads(capsys.readouterr().out)
         assert {part["pid"] for part in row["parts"]} > {process.pid}
         main(["top", str(process.pid), "--once"])
-        assert "16MiB, with other processes" in capsys.readouterr().out
+        assert "16MiB, with other processes" in " ".join(capsys.readouterr().out.split())
 
 
 # -- while a model of its own runs: what that needs before it can give is not refused

@@ -280,10 +280,10 @@ class ModelResidency:
             return
         if self._patience:
             self._patience -= 1
-        elif (decision.plan != plan or self._weights.ring.own.layers) and self.alone and not self._turns.sections:
+        elif self._differs(decision) and self.alone and not self._turns.sections:
             try:
                 with self.captured.lock:
-                    if decision.plan != plan:
+                    if decision.plan != plan or self.arrangement.read_in_place:
                         self._change(decision.plan)
                     if ready := self.arrangement.returned(self._manager.pages.scarce):
                         self._make_resident(ready)
@@ -291,8 +291,15 @@ class ModelResidency:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
-        if decision.plan == self.arrangement.plan and not self._weights.ring.own.layers:
+        if not self._differs(decision):
             self._arranged = decision
+
+    def _differs(self, decision: StreamDecision) -> bool:
+        """Is there anything to arrange? What the core took of layers that the plan has on the device is read in place
+        until then."""
+        arrangement = self.arrangement
+        own = bool(self._weights.ring.own.layers)
+        return own or decision.plan != arrangement.plan or arrangement.read_in_place > 0
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):

@@ -101,6 +101,25 @@ def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock) -> None
         assert levels[Level.WAIT].reclaim(1) == device.page_request == 0
 
 
+def test_layers_that_were_taken_come_back_though_the_plan_is_the_one_of_before(
+    model: Any, manager: Any, clock: Clock
+) -> None:
+    """As where requests ask for more than streaming allows, and there is room again."""
+    with install.stock():
+        expected = say(model)
+    with ballonet.manage(model) as managed:
+        say(model)
+        clock.now += 5
+        source = by_level(manager)[Level.IDLE_WEIGHTS]
+        assert source.reclaim(source.would_free()) > 0
+        residency = managed._residency
+        assert residency.arrangement.plan.streamed == (), "the model does not know of it yet"
+        residency.require(1e-9, 1e-9, True)
+        assert say(model).agrees(expected)
+        assert residency.arrangement.read_in_place == 0
+        assert managed.report().streamed == ()
+
+
 @pytest.mark.counts
 def test_an_idle_model_gives_and_gets_back(model: Any, larger: Any, stock: Output, manager: Any, clock: Clock) -> None:
     """Weights give their pages to a KV cache that finds no others, and take them back (Oneiros §5)."""
