@@ -177,8 +177,8 @@ class Device:
         call. Other needs for pages take them out of cached ranges, the oldest first, before new ones are created.
         `reuse=False` is for a range that will have host pages.
 
-        A range of "kv" that `keeps` has its retired pages so while it is open: they are free, and still mapped. They go
-        to other needs once no new page can be created, before pages in use are taken.
+        A range that `keeps` has its retired pages so while it is open: they are free, and still mapped. They go to
+        other needs once no new page can be created, before pages in use are taken.
 
         `more` ranges of "kv" of this size and group will follow, each mapped as far as this one is by its first `map`:
         the background makes cached ranges for them, within the limit of `map_ahead`. Once they have come, pieces by

@@ -39,7 +39,8 @@ LAYERS = {"cuda": 32, "cpu": 8, "tiny": 2}
 ROUNDS = {"cuda": 500, "cpu": 500, "tiny": 6}  # of sleep and wake, at each level
 SYNCS = {"cuda": 200, "cpu": 200, "tiny": 6}
 PROMPT = {"cuda": 4096, "cpu": 512, "tiny": 32}  # tokens
-NEW = {"cuda": 16, "cpu": 4, "tiny": 2}  # tokens of an answer, and of a step between two syncs
+NEW = {"cuda": 16, "cpu": 4, "tiny": 2}  # tokens of an answer
+ROLLOUT = {"cuda": 256, "cpu": 64, "tiny": 2}  # tokens of a step between two syncs: RL writes whole answers
 SETTLED = 4  # rounds before memory is compared
 
 
@@ -157,9 +158,9 @@ def resident() -> int:
         return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
-def answer(chosen: Options, model: Any, prompt: torch.Tensor) -> torch.Tensor:
-    """The tokens of a short answer."""
-    return model.generate(prompt, max_new_tokens=NEW[chosen.kind], do_sample=False)
+def answer(chosen: Options, model: Any, prompt: torch.Tensor, tokens: dict[str, int] = NEW) -> torch.Tensor:
+    """The tokens of an answer of so many, by kind."""
+    return model.generate(prompt, max_new_tokens=tokens[chosen.kind], do_sample=False)
 
 
 class Sync:
@@ -185,7 +186,7 @@ class Sync:
             for _ in range(rounds):
                 for weight, new in zip(self._model.parameters(), self._source, strict=True):
                     weight.data = new.clone()
-                answer(self._chosen, self._model, self._prompt)
+                answer(self._chosen, self._model, self._prompt, ROLLOUT)
 
         return seconds(self._chosen.device, steps) / rounds
 

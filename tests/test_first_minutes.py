@@ -36,6 +36,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.programs.first_use import FirstUse
 
 from . import models
+from .core import PAGE_CALLS
 from .pool import installing
 from .portrait import all_in_pool
 from .tuned import Clock, Tuned
@@ -252,6 +253,37 @@ def test_weights_replaced_at_every_step_stay_in_the_pool_for_ever(device: Device
             assert torch.equal(answer(model, 2), answer(stock, 2))
             assert managed.report().unmanaged_tensors == {}
     device.check()
+
+
+@pytest.mark.counts
+def test_weights_replaced_while_there_is_room_call_the_driver_for_no_page(device: Device) -> None:
+    """New ones lie in the pages of those before, which stay mapped."""
+    model, calls = llama(), list[int]()
+    with ballonet.manage(model) as managed:
+        for step in range(8):
+            before = device.snapshot()["driver_calls"]
+            for weight in model.parameters():
+                weight.data = weight.data * (1 + step / 100)
+            answer(model, 2)
+            after = device.snapshot()["driver_calls"]
+            calls.append(sum(after[name] - before[name] for name in PAGE_CALLS))
+        assert managed.report().unmanaged_tensors == {}
+    assert calls[-4:] == [0] * 4, calls
+    device.check()
+
+
+def test_views_of_weights_keep_what_they_show_when_those_are_replaced(device: Device) -> None:
+    model = llama()
+    with ballonet.manage(model):
+        answer(model, 2)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        view, expected = weight.data[3:5], weight.data[3:5].clone()
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.data = torch.zeros_like(parameter)
+            answer(model, 2)
+        assert torch.equal(view, expected)
+        del view
 
 
 def test_weights_replaced_in_a_tight_budget_stream_as_before(device: Device) -> None:

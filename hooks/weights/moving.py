@@ -10,6 +10,7 @@ Note [Moving a model]
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,16 +34,24 @@ Step = list[tuple[Range, int, TensorSpan]]  # (range, offset in it, span to move
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def run(device: Device, steps: Iterable[Step], do: Callable[[Step], None], undo: Callable[[Step], None]) -> None:
-    """Runs all steps or none. torch.OutOfMemoryError, and errors of `do`. See Note [Moving a model]."""
+def run(
+    device: Device,
+    steps: Iterable[Step],
+    do: Callable[[Step], None],
+    undo: Callable[[Step], None],
+    plenty: float = math.inf,
+) -> None:
+    """Runs all steps or none. While so many pages are free none are given back between two: `plenty`.
+    torch.OutOfMemoryError, and errors of `do`. See Note [Moving a model]."""
     done: list[Step] = []
     try:
         for step in steps:
             do(step)
             done.append(step)
             # The freed source's pages serve the next step once the copies from them are done.
-            device.trim()
-            device.reap(wait=True)
+            if device.available < plenty:
+                device.trim()
+                device.reap(wait=True)
     except BaseException as error:
         with _noted(error):
             for step in reversed(done):

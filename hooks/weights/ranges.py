@@ -108,7 +108,6 @@ def plan_under_budget(
     Sources that are blocks of the pool, or `vacated`, are not counted as used by others: each is freed once it is
     copied.
     """
-    device.trim()
     page = device.page_size
     sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases()))) // page + vacated.pages
     pages = layout.layer_pages(layers)
@@ -118,6 +117,8 @@ def plan_under_budget(
         """Pages that lack where layers take `wanted` pages."""
         return max(0, _used(device) - sources) + own + wanted - device.budget // page
 
+    if missing(sum(pages)) > 0:
+        device.trim()
     reserve(device, missing(sum(pages)))
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept for later prompts
@@ -459,8 +460,11 @@ class Weights:
                 undo.callback(self.ring.close)
             slot_of = dict(zip(plan.streamed, plan.slots, strict=True))
             for range_ in layout.ranges:
+                if (empty := self._emptied(range_.layer, range_.nbytes)) is not None:
+                    made[range_.layer] = empty
+                    continue
                 opened = made[range_.layer] = self.device.reserve(
-                    range_.nbytes, "weights", self.group, auto_retire=True
+                    range_.nbytes, "weights", self.group, auto_retire=True, keeps=True
                 )
                 undo.callback(opened.close)
                 if range_.layer is not None and range_.layer in slot_of:
@@ -478,12 +482,28 @@ class Weights:
                             yield [(ranges[n], spot.offset, moved[spot.block.key]) for n, spot in moves]
                 self.ring.shared.make(slots)  # in pages that layers have left by now
 
-            moving.run(self.device, steps(), do=move.do, undo=lambda step: move.undo(step, self._step_out))
+            plenty = 2 * max(step.pages for step in layout.steps())  # of this step and the next
+            moving.run(self.device, steps(), move.do, lambda step: move.undo(step, self._step_out), plenty)
             loader.finish([*self.backings.in_use(), *twins.values()])
             undo.pop_all()
         for layer, opened in made.items():
-            self.ranges.setdefault(layer, []).append(opened)
+            if opened not in (lying := self.ranges.setdefault(layer, [])):
+                lying.append(opened)
         return plan
+
+    def _emptied(self, layer: int | None, nbytes: int) -> Range | None:
+        """Returns the range of this size in which the layer's weights were until others replaced them. Its pages are
+        still mapped, where nobody has taken them since. None of a layer that streams, or where there is none."""
+        if layer in self.ring.streamed or layer in self.on_host():
+            return None
+        pieces = -(-nbytes // self.device.page_size)
+        for opened in self.ranges.get(layer, ()):
+            if opened.pieces == pieces and not opened.backed:
+                self.device.reap(wait=True)  # whoever read the weights before has done so
+                if not opened.backed:
+                    self.backings.drop(opened.address)
+                    return opened
+        return None
 
     def parts(self, layer: int | None) -> tuple[LayerPart, ...]:
         """The ranges of a layer, with None of what is in no layer, with their movers."""

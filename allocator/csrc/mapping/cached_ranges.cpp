@@ -8,7 +8,7 @@ namespace ballonet {
 
 bool CachedRanges::may_keep(const Range& range, std::size_t index) const {
   const Piece& piece = range.addresses[index];
-  return keeping_ && (range.closed || range.keeps) && range.owner == Owner::kKv &&
+  return keeping_ && (range.closed ? range.owner == Owner::kKv : range.keeps) &&
          piece.retiring_from == LeadsTo::kDevice && piece.open && space_.device.book.mappings(piece.page) == 1 &&
          !space_.device.above_budget();
 }

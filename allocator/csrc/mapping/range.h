@@ -38,7 +38,7 @@ class Range : public std::enable_shared_from_this<Range> {
   const Owner owner;
   const std::shared_ptr<Group> group;
   const bool auto_retire;  // a piece belongs to the tensors over it: it is retired with its last pin
-  const bool keeps;        // of KV: pages that have retired are kept where they are, as those of a closed range
+  const bool keeps;        // pages that have retired are kept where they are while it is open
   const std::shared_ptr<Mapper> mapper;
 
   // These take the mapper's lock.
