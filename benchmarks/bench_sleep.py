@@ -23,11 +23,13 @@ from models import (
     STOCK,
     bandwidth,
     build,
+    describe,
     describe_few,
     environment,
     few,
     layer_page_size,
     seconds,
+    shape,
     synchronize,
     titled,
     unlimited,
@@ -40,7 +42,7 @@ ROUNDS = {"cuda": 500, "cpu": 500, "tiny": 6}  # of sleep and wake, at each leve
 SYNCS = {"cuda": 200, "cpu": 200, "tiny": 6}
 PROMPT = {"cuda": 4096, "cpu": 512, "tiny": 32}  # tokens
 NEW = {"cuda": 16, "cpu": 4, "tiny": 2}  # tokens of an answer
-ROLLOUT = {"cuda": 256, "cpu": 64, "tiny": 2}  # tokens of a step between two syncs: RL writes whole answers
+ROLLOUT = {"cuda": 256, "cpu": 16, "tiny": 2}  # tokens of a step between two syncs: RL writes whole answers
 SETTLED = 4  # rounds before memory is compared
 
 
@@ -77,7 +79,7 @@ def syncing(chosen: Options) -> None:
                 "tensors outside of the pool": outside if name == OURS else Figure.of([0.0]),
             }
         )
-    report(chosen, f"{SYNCS[chosen.kind]} weight syncs, {shape_of(chosen)}", rows)
+    report(chosen, f"{SYNCS[chosen.kind]} weight syncs, {describe(chosen)}", rows)
 
 
 def shape_of(chosen: Options) -> str:
@@ -170,7 +172,7 @@ class Sync:
         self._chosen = chosen
         if name == OURS:
             ballonet.install(unlimited(chosen), page_size=layer_page_size(chosen))
-        self._model = build(few(chosen, LAYERS[chosen.kind]), chosen.device)
+        self._model = build(shape(chosen), chosen.device)
         self._managed = ballonet.manage(self._model) if name == OURS else None
         self._source = [weight.detach().clone() for weight in self._model.parameters()]
         self._prompt = torch.randint(2, 190, (1, PROMPT["tiny"]), device=chosen.device)
