@@ -99,6 +99,11 @@ class Arrangement:
         slotted = {layer for layer in ring.streamed if ring.slot(layer) is not None}.union(ring.own.layers)
         return sum(self.pages[layer] for layer in self._weights.on_host() if layer not in slotted)
 
+    def has_arranged(self, plan: Plan) -> bool:
+        """Is there nothing to do for `plan`? What the core took of layers that it has on the device is read in place
+        until then."""
+        return plan == self.plan and not self._weights.ring.own.layers and not self.read_in_place
+
     def drop(self, layers: Collection[int]) -> None:
         """Drops these layers too, all or none; their backings are ready. After a failure, layers that have left the
         device stream. ManageError where a CUDA graph has captured one; else raises as `Ring.arrange`."""

@@ -280,7 +280,7 @@ class ModelResidency:
             return
         if self._patience:
             self._patience -= 1
-        elif self._differs(decision) and self.alone and not self._turns.sections:
+        elif not self.arrangement.has_arranged(decision.plan) and self.alone and not self._turns.sections:
             try:
                 with self.captured.lock:
                     if decision.plan != plan or self.arrangement.read_in_place:
@@ -291,15 +291,8 @@ class ModelResidency:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
-        if not self._differs(decision):
+        if self.arrangement.has_arranged(decision.plan):
             self._arranged = decision
-
-    def _differs(self, decision: StreamDecision) -> bool:
-        """Is there anything to arrange? What the core took of layers that the plan has on the device is read in place
-        until then."""
-        arrangement = self.arrangement
-        own = bool(self._weights.ring.own.layers)
-        return own or decision.plan != arrangement.plan or arrangement.read_in_place > 0
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):

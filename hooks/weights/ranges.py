@@ -29,6 +29,7 @@ Note [Which backing]
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -482,7 +483,9 @@ class Weights:
                             yield [(ranges[n], spot.offset, moved[spot.block.key]) for n, spot in moves]
                 self.ring.shared.make(slots)  # in pages that layers have left by now
 
-            plenty = 2 * max(step.pages for step in layout.steps())  # of this step and the next
+            # New values in the place of those before: the pages stay mapped, where two steps find room without others.
+            again = all(opened in self.ranges.get(layer, ()) for layer, opened in made.items())
+            plenty = 2 * max((step.pages for step in layout.steps()), default=0) if again else math.inf
             moving.run(self.device, steps(), move.do, lambda step: move.undo(step, self._step_out), plenty)
             loader.finish([*self.backings.in_use(), *twins.values()])
             undo.pop_all()
