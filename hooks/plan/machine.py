@@ -319,6 +319,8 @@ class VirtualLoop:
         self.processor._generation_step(self.model)
         self.moves()
         self.processor.update_batch()
+        if not self.busy:
+            self.processor.prepare_next_batch()  # as the loop does: its scheduler knows then that nothing is left
         self.steps += 1
         return decided
 
