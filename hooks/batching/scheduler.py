@@ -71,7 +71,8 @@ class ElasticScheduler(Scheduler):
         self._waited = cache.pages.client.manager.clock()  # when others waited last for the end of a batch
         manager, device = cache.pages.client.manager, cache.model.device
         marks = marks_of(device, manager.nanoseconds)
-        self.times = StepTimes(marks, device.driver_ns, manager.tuning.records.pending)
+        driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
+        self.times = StepTimes(marks, driver, manager.tuning.records.pending)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
