@@ -27,12 +27,14 @@ from ...offload.policy.step_costs import NOTHING, Step
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.timeline.file import End
 from ...offload.timeline.recorder import recorders_of
+from ..device.streams import marks_of
 from ..measure.pace import packed
 from ..measure.timings import Latencies, RequestTimes
 from ..sampling.carried import is_scored
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
 from .selection import RequestSLOs, Selected, Selection
+from .step_times import StepTimes
 
 
 class ElasticScheduler(Scheduler):
@@ -60,14 +62,18 @@ class ElasticScheduler(Scheduler):
         self.progress = StepProgress(tuning)
         self._scored: dict[str, int] = {}  # tokens of the step, by request whose prompt is scored
         self._none_fits = False  # is all free memory too little for each waiting request?
-        self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
-        self._next = Step(0, 0)  # the batch that is computed next
+        self._began: float | None = None  # when the last step did
+        self.next = Step(0, 0)  # the step that is computed next
         self._needed = 0  # bytes of activations that it needs
         self._idle = IdleHeap(tuning.idle)
         self._limits = math.inf, math.inf  # (seconds of the step, deadline): passing either misses an SLO
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._waited = cache.pages.client.manager.clock()  # when others waited last for the end of a batch
-        self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
+        manager, device = cache.pages.client.manager, cache.model.device
+        marks = marks_of(device, manager.nanoseconds)
+        driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
+        self.times = StepTimes(marks, driver, manager.tuning.records.pending)
+        self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -178,7 +184,7 @@ class ElasticScheduler(Scheduler):
         """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
         sequences = [(request.query_length, request.state.current_len()) for request in scheduled]
         away = self.cache.pages.client.read_displaced
-        self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
+        self.cache.point, self.next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
             self.recorder.batch(
                 (request.state for request in scheduled), sum(request.query_length for request in scheduled)
@@ -197,11 +203,13 @@ class ElasticScheduler(Scheduler):
     def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
         now = self.clock()
-        if self._step is not None:
-            copied = self.cache.model.lends(0).copied
-            self.cache.model.costs.observe(replace(self._step[0], copied=copied), now - self._step[1])
-            self.memory.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
-        self._step = (self._next, now) if prepared else None
+        for step, seconds in self.times.drain():
+            self.cache.model.costs.observe(step, seconds)
+        if self._began is not None:  # an SLO is of the time that passes for whoever waits
+            self.memory.buffer.observe(tpot=now - self._began > self._limits[0], ttft=now > self._limits[1])
+        self._began = now if prepared else None
+        if prepared:
+            self.next = replace(self.next, copied=self.cache.model.lends(0).copied)
         if not prepared:
             self.recorder.rests()
         elif self._idle.passed(self._needed) and self._idle.gives(self.memory.idle, self._streams):
@@ -280,7 +288,8 @@ class ElasticScheduler(Scheduler):
     def lose_step(self, sizes: Mapping[str, int], why: object = "") -> torch.OutOfMemoryError | None:
         """Notes that a step of these requests, with so many new tokens of each, found no memory. Returns the error of
         its request if that happened too often, with the reason of the last time; None: they are computed again."""
-        self._step = None  # its duration says nothing
+        self._began = None  # its duration says nothing
+        self.times.forget()
         self.cache.model.latencies.lost += 1
         others = bool(self.active_requests.keys() - sizes.keys())
         if len(sizes) > 1:

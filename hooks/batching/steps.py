@@ -116,6 +116,8 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
     try:
         copies = isinstance(processor.cache, ElasticPagedCache) and bool(processor.cache.new_blocks)
         with without_graphs(processor.model_runner, varlen=copies):  # which would not copy blocks to the host
+            if isinstance(preemption, PagePreemption):
+                preemption.scheduler.times.begin(preemption.scheduler.next, inputs.compute_stream)
             stock(processor, model)
     except (torch.OutOfMemoryError, DriverError) as error:
         if not isinstance(preemption, PagePreemption):
@@ -137,6 +139,7 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
                 _fail(processor, state, why)
     else:
         if isinstance(preemption, PagePreemption):
+            preemption.scheduler.times.end(inputs.compute_stream)
             requests = batch.requests_in_batch
             preemption.give_tokens([one.state.request_id for one in requests if one.has_new_token])
 

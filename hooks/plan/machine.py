@@ -240,6 +240,7 @@ class VirtualLoop:
         self.answers: list[Answered] = []
         self.steps = self.looks = 0
         self.ready_at = 0.0  # when to try again to prepare a step
+        self.moves: Callable[[], object] = lambda: None  # has the time of copies pass that a step made beside its own
         self._clock = clock
         self._asks = asks
         self._waiting = list(reversed(tenant.arrivals))
@@ -316,7 +317,10 @@ class VirtualLoop:
         chosen = tuple((entry.state.request_id, entry.query_length) for entry in self.batch)
         decided = self._clock.now, self.tenant.name, chosen
         self.processor._generation_step(self.model)
+        self.moves()
         self.processor.update_batch()
+        if not self.busy:
+            self.processor.prepare_next_batch()  # as the loop does: its scheduler knows then that nothing is left
         self.steps += 1
         return decided
 
@@ -361,6 +365,7 @@ class Charges:
         self._in_place = in_place
         self._clock = clock
         self._copied = 0
+        self._moving = 0.0
         self._streamed: dict[int, frozenset[int]] = {}
         self.begin()
 
@@ -397,8 +402,14 @@ class Charges:
         copied, self._copied = self._copied, self._total()
         moved = (self._copied - copied) / self._link + back * self._page
         self.stalls += stall + away * self._page / self._in_place
-        self.moved += moved
-        return stall + away * self._page / self._in_place + moved
+        self._moving += moved
+        return stall + away * self._page / self._in_place
+
+    def move(self) -> None:
+        """Advances the clock by the copies that the last step made beside those of its own layers and KV."""
+        self.moved += self._moving
+        self._clock.now += self._moving
+        self._moving = 0.0
 
     def _total(self) -> int:
         """Returns the bytes copied so far, without weights to the device: streamed layers are in the stalls, and

@@ -378,6 +378,7 @@ def _elastic(
             loop = VirtualLoop(tenant, model, clock, batching, asks)
             undo.callback(loop.close)
             model.step = partial(charges.step, loop, handle)
+            loop.moves = charges.move
             loops.append(loop)
         device.synchronize()
         charges.begin()

@@ -96,9 +96,9 @@ class GroupScheduler(ElasticFIFO):
 
     def begins(self, has_batch: bool) -> None:
         """Called when an iteration begins, see ElasticScheduler. The time between two microbatches of a pipeline is no
-        step of the model, so no cost is learned from it."""
+        step of the model."""
         if self._stages > 1:
-            self._step = None
+            self._began = None
         super().begins(has_batch)
 
     def _process_candidates(
@@ -489,9 +489,15 @@ class Leader:
         """Runs this stage's layers, and chooses tokens where it is the only one. None where there was no memory."""
         if not batch.chunks:
             return (), ()
+        times = self.requests.scheduler.times if self._stages == 1 else None  # those of a stage are no step's
         try:
+            if times is not None:
+                times.begin(self.requests.scheduler.next)
             states = self._runner.run(batch.chunks, batch.states, None)
-            return states, self._sampler.choose(batch.chunks, states[0]) if self._after is None else ()
+            tokens = self._sampler.choose(batch.chunks, states[0]) if self._after is None else ()
+            if times is not None:
+                times.end()
+            return states, tokens
         except (torch.OutOfMemoryError, DriverError):
             return None, ()
 

@@ -20,11 +20,11 @@ from ballonet.allocator.errors import ManageError
 from ballonet.cli import arguments
 from ballonet.hooks import loading
 from ballonet.hooks.device import managers
-from ballonet.hooks.plan.machine import Decision, Machine, MachineSizes, Tenant, dealt
+from ballonet.hooks.plan.machine import Decision, Machine, MachineSizes, Tenant, VirtualLoop, dealt
 from ballonet.hooks.plan.run import POLICIES, default, named, run
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.offload.policy.plan import Costs, fewest
-from ballonet.offload.policy.step_costs import Parts, Step
+from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 
 from ..models import build
 from .test_server import saved
@@ -77,6 +77,38 @@ def test_a_request_alone_takes_what_its_steps_cost(policy: str) -> None:
     assert figures["tbt_p99"] == pytest.approx(tokens[-1])
     assert (figures["requests"], figures["failed"], figures["tokens"], figures["steps"]) == (1, 0, 4, 5)
     assert figures["stalled"] == figures["moved"] == 0
+
+
+def test_a_loop_is_wanted_until_its_last_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, close = list[float](), VirtualLoop.close
+
+    def noted(loop: VirtualLoop) -> None:
+        wanted.append(loop.processor.scheduler.wanted)
+        close(loop)
+
+    monkeypatch.setattr(VirtualLoop, "close", noted)
+    figures = simulated("fast", machine(128), [RecordedArrival(0.0, 300, 3)])
+    assert wanted == [pytest.approx(figures["seconds"])], "it is idle at once, and not after a pause"
+
+
+def test_two_loops_in_turns_learn_the_parts_of_their_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = list[StepCosts]()
+    make = StepCosts.__init__
+
+    def noted(costs: StepCosts, *args: Any) -> None:
+        learned.append(costs)
+        make(costs, *args)
+
+    monkeypatch.setattr(StepCosts, "__init__", noted)
+    requests = [RecordedArrival(0.01 * n, 20 + 37 * n % 200, 24) for n in range(24)]
+    simulated("fast", machine(256), *dealt(requests, 2))
+    assert len(learned) == 2
+    for costs in learned:
+        parts, error = costs._fitted, costs.error
+        assert parts is not None
+        assert (parts.fixed, parts.row) == (pytest.approx(LINEAR.fixed, rel=0.05), pytest.approx(LINEAR.row, rel=0.05))
+        assert error is not None
+        assert error < 0.02
 
 
 @pytest.mark.parametrize("policy", SHARED)
