@@ -27,9 +27,10 @@ Note [What is remembered]
 
 Note [What is promised]
     `ttft`: seconds from a request's arrival to its first token, of which those that it has waited are gone. `tpot`:
-    seconds of a step in which it decodes, with whatever else is in that step. What a step takes is measured from the
-    beginning of one to that of the next, so that the time that Python takes is part of it: an SLO below that is refused
-    rather than missed. Where nothing has been measured yet nothing is refused.
+    seconds of a step in which it decodes, with whatever else is in that step. What a step takes is measured from its
+    own begin to its own end: until the next one begins other loops may have had the device. Whether an SLO was missed
+    is judged by the time that passes for whoever waits, from begin to begin. Where nothing has been measured yet
+    nothing is refused.
 
 Note [Who may begin]
     A request begins where the step of all that decode, and of it, keeps the strictest tpot among them. It waits where
