@@ -54,7 +54,8 @@ class Painter:
         self._chosen, self._drawn = chosen, ""
         self._managed: ManagedPipeline | None = None
         if name == OURS:
-            ballonet.install(unlimited(chosen), host_budget=unlimited(chosen), page_size=layer_page_size(chosen))
+            most = None if chosen.cuda else unlimited(chosen)  # on a GPU what is free
+            ballonet.install(most, host_budget=most, page_size=layer_page_size(chosen))
         torch.manual_seed(0)
         unet = UNet2DModel(
             sample_size=SIDE[chosen.kind],
