@@ -74,6 +74,11 @@ class ElasticScheduler(Scheduler):
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
         self.times = StepTimes(marks, driver, manager.tuning.records.pending)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
+        self.waiting_since: float | None = None
+        self.blocked_by_turn = False
+        self.turns = manager.loop_turns
+        if self.turns is not None:
+            self.turns.add(self)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -96,7 +101,21 @@ class ElasticScheduler(Scheduler):
             self.slos.note(state.request_id, NOTHING)
             self.recorder.ended(state, "refused")
             raise why
+        if self.waiting_since is None:
+            self.waiting_since = self.clock()
         super().add_waiting_request(state)
+
+    def schedule_batch(self, *args: Any) -> Any:
+        if self.turns is not None and not self.turns.may_step(self):
+            return [], False, 0, 0
+        self.waiting_since = None
+        return super().schedule_batch(*args)
+
+    @property
+    def missing_seconds(self) -> float:
+        manager = self.cache.pages.client.manager
+        page = manager.link.page_seconds or 0.0
+        return sum(sum(s.model.plan.pages) for s in manager._known.clients.models if s.name == self.cache.model.name) * page
 
     @property
     def runs(self) -> bool:
@@ -237,6 +256,8 @@ class ElasticScheduler(Scheduler):
     def wanted(self) -> float:
         """The time until which requests need the model, by `clock`: infinity while there are any."""
         if self.has_pending_requests():
+            if self.turns is not None and not self.turns.has(self):
+                return self.turns.ended(self)
             return math.inf
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 

@@ -307,7 +307,9 @@ class VirtualLoop:
         except RuntimeError as error:
             self.processor.fail_all_requests(error)
             prepared = False
-        self.looks = 0 if prepared else self.looks + 1
+        turns = getattr(self.processor.scheduler, "turns", None)
+        waits = turns is not None and not turns.has(self.processor.scheduler)
+        self.looks = 0 if prepared or waits else self.looks + 1
         if not prepared:
             self.ready_at = self._clock.now + DEFAULT.serving.look
         return prepared

@@ -48,7 +48,12 @@ def _priced(
             prices = of_layers(model.plan, model.costs, now.uses(state), of_it, model.slots)
             sequences.append(
                 [
-                    replace(of_it[layer], seconds=price.rate, once=price.once * of_it[layer].pages)
+                    replace(
+                        of_it[layer],
+                        level=of_it[layer].level if model.active else Level.IDLE_WEIGHTS,
+                        seconds=price.rate,
+                        once=price.once * of_it[layer].pages,
+                    )
                     for layer, price in prices
                 ]
             )

@@ -277,6 +277,12 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
         return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
+    if now.prices.on and standing.streamed and state.number in now.active:
+        costs, _ = now.costs(state, point)
+        within, slots = standing.device_pages + now.room(state), state.tuning.slots
+        plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
+        if plan.device_pages > standing.device_pages:
+            return _made(now, state, point, plan, "its turn: as few layers stream as idle models leave room for")
     if point.phase == "decode":
         if state.lent == state.model.plan and standing.streamed:
             costs, _ = now.costs(state, point)

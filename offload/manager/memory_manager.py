@@ -92,6 +92,10 @@ class MemoryManager:
         self.levels: Final = ReclaimLevels(known, self.reclaim)
         self.duplicates: Final = known.duplicates
         self._known = known
+        self.loop_turns = None
+        if tuning.prices.on:
+            from ...hooks.batching.turns import LoopTurns
+            self.loop_turns = LoopTurns(self)
 
     # -- models
 
