@@ -9,7 +9,7 @@ from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import LINK, FakeCache, FakeDevice, FakeModel
+from .fake_manager import LINK, FakeCache, FakeDevice, FakeModel
 from .marks import LateMarks
 from .tuned import Clock
 

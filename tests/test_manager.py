@@ -16,7 +16,7 @@ from ballonet.offload.policy.schedule import gaps
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, governed, keys, trace
+from .fake_manager import EQUAL, LINK, a_manager, keys, trace
 from .test_remap import models
 
 PAGES = DEFAULT.pages
@@ -68,7 +68,7 @@ def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: l
 
 def test_no_layer_is_taken_while_pages_are_free() -> None:
     """Oneiros, when: on exhaustion, not before."""
-    device, manager, _, (a, b) = governed(120, {}, {})
+    device, manager, _, (a, b) = a_manager(120, {}, {})
     for _ in range(4):
         assert a.step(manager, kv=10).plan == Plan(EQUAL)
     assert (device.free, device.trace) == (0, [])
@@ -86,7 +86,7 @@ def test_no_layer_is_taken_while_pages_are_free() -> None:
 def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_theirs(
     steps: list[tuple[str, Any, int]],
 ) -> None:
-    device, manager, clock, them = governed(140, {}, {"priority": 1}, {"decode": 0.005, "prefill": 0.1})
+    device, manager, clock, them = a_manager(140, {}, {"priority": 1}, {"decode": 0.005, "prefill": 0.1})
     most = 0  # pages of KV that there were at any time, or that somebody asked for
     for name, phase, kv in steps:
         clock.now += 0.4
@@ -119,7 +119,7 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
 
 def test_idle_models_give_first_each_until_its_cap_then_the_one_that_runs() -> None:
     """Oneiros, which model (Figure 7): A runs, B and C wait, C has the lowest priority."""
-    device, manager, _, (a, b, c) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
+    device, manager, _, (a, b, c) = a_manager(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
     a.step(manager)
     for _ in range(65):
         a.step(manager, kv=1)
@@ -134,7 +134,7 @@ def test_idle_models_give_first_each_until_its_cap_then_the_one_that_runs() -> N
 
 def test_beyond_the_caps_layers_go_before_anything_is_refused() -> None:
     """Layers of idle models go first, of one priority; and layers come back as pages do, one by one."""
-    device, manager, clock, (a, *_) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
+    device, manager, clock, (a, *_) = a_manager(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
     for _ in range(105):
         a.step(manager, kv=1)
     assert trace(device)[13:] == ["c"] * 2 + ["a"] * 4 + ["b"] * 2
@@ -151,7 +151,7 @@ def test_beyond_the_caps_layers_go_before_anything_is_refused() -> None:
 
 def test_of_equals_the_one_used_last_gives_first() -> None:
     """Oneiros, which model: most recently used, of those that are idle."""
-    device, manager, clock, them = governed(160, {}, {}, {}, {})
+    device, manager, clock, them = a_manager(160, {}, {}, {}, {})
     for client in (them[2], them[0], them[1]):
         client.step(manager)
         clock.now += 2 * PAGES.idle
@@ -165,7 +165,7 @@ def test_of_equals_the_one_used_last_gives_first() -> None:
 
 def test_used_last_is_what_ended_last() -> None:
     """An iteration may take long."""
-    device, manager, clock, (a, b, c) = governed(120, {}, {}, {})
+    device, manager, clock, (a, b, c) = a_manager(120, {}, {}, {})
     a.running = True
     manager.before(a, Point("prefill", 1, 8))
     clock.now += PAGES.idle
@@ -182,7 +182,7 @@ def test_used_last_is_what_ended_last() -> None:
 
 def test_models_that_all_run_give_in_turns() -> None:
     """Oneiros, which model: in spatial sharing each gives."""
-    device, manager, _, them = governed(80, {}, {})
+    device, manager, _, them = a_manager(80, {}, {})
     for kv in (0, 3, 3, 3, 3):
         for client in them:
             client.step(manager, kv=kv)
@@ -195,7 +195,7 @@ def test_models_that_all_run_give_in_turns() -> None:
 
 def test_layers_taken_are_arranged_before_the_next_iteration() -> None:
     """Oneiros, which layers: ⌊j·n/m⌋ again, whatever the core took; and no page beside those."""
-    _device, manager, _, (a,) = governed(40, {"pages": (1,) * 32, "decode": 0.004})
+    _device, manager, _, (a,) = a_manager(40, {"pages": (1,) * 32, "decode": 0.004})
     for _ in range(8):
         a.step(manager, kv=1)
     before = a.device_pages
@@ -212,7 +212,7 @@ def test_layers_taken_are_arranged_before_the_next_iteration() -> None:
 
 def test_pages_that_were_short_in_between_are_not_to_spare() -> None:
     """However many are free whenever it is looked: layers would come back to be taken again."""
-    device, manager, clock, (a, b) = governed(120, {}, {})
+    device, manager, clock, (a, b) = a_manager(120, {}, {})
     for more in range(5):
         clock.now += 0.6 * PAGES.dwell
         b.step(manager, "prefill")
@@ -231,7 +231,7 @@ def test_pages_that_were_short_in_between_are_not_to_spare() -> None:
 
 
 def test_layers_given_back_leave_room_for_the_next_tokens() -> None:
-    device, manager, clock, (a,) = governed(64, {"pages": (8,) * 8, "decode": 1.0})
+    device, manager, clock, (a,) = a_manager(64, {"pages": (8,) * 8, "decode": 1.0})
     a.step(manager, kv=16)
     a.step(manager)
     assert a.device_pages == 48
@@ -247,7 +247,7 @@ def test_layers_given_back_leave_room_for_the_next_tokens() -> None:
 def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
     """The model's plan is kept for it, but not its pages."""
     for still_there in (True, False):
-        device, manager, clock, (a, b) = governed(80, {}, {})
+        device, manager, clock, (a, b) = a_manager(80, {}, {})
         a.step(manager, kv=20)
         assert trace(device) == ["b"] * 4
         device.kv = 0
@@ -266,7 +266,7 @@ def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
 def test_a_model_that_runs_again_drops_to_its_decode_cap_before_it_decodes() -> None:
     """Oneiros, how many: under the prefill cap while it waits and prefills, under that of decoding from then on. Others
     give what that takes."""
-    device, manager, clock, (a, b, _c) = governed(120, {}, {"priority": -1}, {"priority": 1})
+    device, manager, clock, (a, b, _c) = a_manager(120, {}, {"priority": -1}, {"priority": 1})
     a.step(manager, kv=25)
     clock.now += 2 * PAGES.idle
     assert trace(device) == ["b"] * 5
@@ -282,7 +282,7 @@ def test_a_model_that_runs_again_drops_to_its_decode_cap_before_it_decodes() -> 
 
 
 def test_where_nobody_gives_it_streams_more_than_hides_and_says_so() -> None:
-    device, manager, clock, (a, b) = governed(80, {"interval": None}, {})
+    device, manager, clock, (a, b) = a_manager(80, {"interval": None}, {})
     a.step(manager, kv=25)
     assert trace(device) == ["b"] * 5
     b.step(manager, "prefill")
@@ -300,7 +300,7 @@ def test_where_nobody_gives_it_streams_more_than_hides_and_says_so() -> None:
 
 def test_a_cap_that_falls_while_a_model_runs_takes_nothing_back_at_once() -> None:
     """Or batches of many sequences and of one, in turns, would flap."""
-    _device, manager, clock, (a,) = governed(40, {})
+    _device, manager, clock, (a,) = a_manager(40, {})
     a.times["decode"] = 0.03
     a.step(manager, batch=8, kv=25)
     a.step(manager, batch=8)
@@ -317,7 +317,7 @@ def test_a_cap_that_falls_while_a_model_runs_takes_nothing_back_at_once() -> Non
 
 def test_an_interval_that_was_given_stays_and_gives_nothing() -> None:
     pages = at_interval(EQUAL, 4)
-    device, manager, _, (a, b, c) = governed(
+    device, manager, _, (a, b, c) = a_manager(
         115, {"interval": 4, "plan": pages}, {"interval": None}, {"interval": 1, "plan": at_interval(EQUAL, 1)}
     )
     for phase in ("prefill", "decode"):
@@ -334,7 +334,7 @@ def test_without_an_slo_it_streams_what_memory_demands() -> None:
     """More than hides, and it is not asked for more than that; what it came with it may stream again."""
     plan = fewest(EQUAL, 10, Fraction(2))
     assert plan is not None
-    device, manager, clock, (a,) = governed(20, {"plan": plan})
+    device, manager, clock, (a,) = a_manager(20, {"plan": plan})
     assert len(plan.streamed) == 8 > cap(Costs(EQUAL, 0.02, 0.001)) == 4
     decision = a.step(manager, kv=10)
     assert (decision.plan, decision.why) == (plan, "memory demands it")
@@ -351,7 +351,7 @@ def test_without_an_slo_it_streams_what_memory_demands() -> None:
 
 @pytest.mark.parametrize(("seconds", "bandwidth"), [(None, LINK), (0.02, None), (None, None)])
 def test_where_nothing_was_measured_it_assumes_and_says_so(seconds: float | None, bandwidth: float | None) -> None:
-    device, manager, _, (a, b) = governed(
+    device, manager, _, (a, b) = a_manager(
         80, {"decode": seconds, "prefill": seconds}, {"decode": seconds, "prefill": seconds}, bandwidth=bandwidth
     )
     a.step(manager, kv=5)

@@ -17,7 +17,7 @@ from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, FakeDevice, FakeModel, governed, keys, trace
+from .fake_manager import EQUAL, LINK, FakeDevice, FakeModel, a_manager, keys, trace
 from .tuned import Clock
 
 PAGES = DEFAULT.pages
@@ -26,7 +26,7 @@ PAGES = DEFAULT.pages
 
 
 def test_while_nothing_happens_nobody_is_asked_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, manager, clock, (a, b) = governed(100, {}, {"tpot": 0.05})
+    device, manager, clock, (a, b) = a_manager(100, {}, {"tpot": 0.05})
     for model in (a, b, a, b):
         model.step(manager)
     published, asked = device.published, (a.asked, b.asked)
@@ -41,7 +41,7 @@ def test_while_nothing_happens_nobody_is_asked_anything(monkeypatch: pytest.Monk
 
 
 def test_the_list_is_published_when_it_is_another_one() -> None:
-    device, manager, clock, (a, b) = governed(100, {}, {})
+    device, manager, clock, (a, b) = a_manager(100, {}, {})
     a.step(manager)
     assert keys(device)[:5] == [("b", layer) for layer in (0, 4, 2, 6, 1)]
     assert keys(device)[5:8] == [("a", layer) for layer in (0, 4, 2)]
@@ -60,7 +60,7 @@ def test_the_list_is_published_when_it_is_another_one() -> None:
 
 
 def test_layers_that_cannot_be_taken_are_not_in_the_list() -> None:
-    device, manager, _, (a, _b) = governed(100, {}, {"interval": None})
+    device, manager, _, (a, _b) = a_manager(100, {}, {"interval": None})
     a.entries = lambda layer: layer % 4 != 0
     a.step(manager)
     assert keys(device) == [("a", layer) for layer in (2, 6, 1, 3, 5)]
@@ -78,7 +78,7 @@ def test_layers_that_cannot_be_taken_are_not_in_the_list() -> None:
 
 
 def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
-    device, manager, clock, (a, b) = governed(80, {}, {})
+    device, manager, clock, (a, b) = a_manager(80, {}, {})
     a.step(manager, kv=20)
     b.step(manager, "prefill")
     clock.now += 2 * PAGES.idle
@@ -95,7 +95,7 @@ def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
 
 
 def test_a_model_that_changes_is_not_taken_from() -> None:
-    device, manager, _, (a, b) = governed(90, {}, {})
+    device, manager, _, (a, b) = a_manager(90, {}, {})
     a.step(manager, kv=15)
     assert trace(device) == ["b"]
     with manager.changing(b) as taken:
@@ -112,7 +112,7 @@ def test_a_model_that_changes_is_not_taken_from() -> None:
 
 
 def test_a_change_that_fails_is_asked_for_again() -> None:
-    _device, manager, _, (a, b) = governed(90, {}, {})
+    _device, manager, _, (a, b) = a_manager(90, {}, {})
     a.step(manager, kv=15)
     point = Point("prefill", 1, 1)
     wanted = manager.before(b, point).plan
@@ -130,7 +130,7 @@ def test_a_change_that_fails_is_asked_for_again() -> None:
 
 def test_a_list_that_is_overtaken_is_not_published() -> None:
     """While entries are made a model may begin to change, on another thread or this one."""
-    device, manager, _, (a, b) = governed(100, {}, {})
+    device, manager, _, (a, b) = a_manager(100, {}, {})
     changing = None
 
     def entries(layer: int) -> bool:
@@ -152,7 +152,7 @@ def test_a_list_that_is_overtaken_is_not_published() -> None:
 
 def test_models_are_called_without_the_lock() -> None:
     """`entry` and `cover` may wait for whoever waits for the manager."""
-    device, manager, _, (a, _b) = governed(60, {}, {"interval": None})
+    device, manager, _, (a, _b) = a_manager(60, {}, {"interval": None})
     called = []
 
     def other_thread(*_: object) -> bool:
@@ -174,7 +174,7 @@ def test_models_are_called_without_the_lock() -> None:
 
 def test_threads() -> None:
     """Each model on its own; no list is published that has a layer of one that changes, nor one that is gone."""
-    _device, manager, _, them = governed(10**6, {}, {}, {}, {})
+    _device, manager, _, them = a_manager(10**6, {}, {}, {}, {})
 
     def run(model: FakeModel) -> None:
         for n in range(60):
@@ -190,7 +190,7 @@ def test_threads() -> None:
 
 
 def test_models_of_one_name() -> None:
-    device, manager, _, (a, b) = governed(80, {"name": "Llama", "tpot": 0.06}, {"name": "Llama", "pages": (2,) * 4})
+    device, manager, _, (a, b) = a_manager(80, {"name": "Llama", "tpot": 0.06}, {"name": "Llama", "pages": (2,) * 4})
     b.step(manager)
     a.step(manager)
     assert a.step(manager, kv=device.free).plan.pages == EQUAL
@@ -200,7 +200,7 @@ def test_models_of_one_name() -> None:
 
 
 def test_an_slo_needs_the_bandwidth() -> None:
-    device, manager, _, (_a,) = governed(80, {}, bandwidth=None)
+    device, manager, _, (_a,) = a_manager(80, {}, bandwidth=None)
     with pytest.raises(ValueError, match="bandwidth"):
         manager.add(FakeModel(device, "b", tpot=0.1))
     with pytest.raises(ValueError, match="bandwidth"):
@@ -277,7 +277,7 @@ def test_the_link_is_watched_while_something_streams() -> None:
 
 def test_traffic_changes_what_streams() -> None:
     """Select-N, coordinator: with less of the link less streams, as far as there are pages."""
-    device, manager, _, (a,) = governed(60, {"tpot": 0.042})
+    device, manager, _, (a,) = a_manager(60, {"tpot": 0.042})
     assert len(a.step(manager).plan.streamed) == 8
     manager.link.set_traffic(LINK // 2 - 1)
     assert 1 <= len(a.step(manager).plan.streamed) < 8
@@ -306,7 +306,7 @@ def idle_weights(manager: MemoryManager) -> set[int]:
 
 
 def test_whoever_schedules_requests_says_who_is_idle() -> None:
-    _, manager, clock, (a, b) = governed(100, {}, {})
+    _, manager, clock, (a, b) = a_manager(100, {}, {})
     a.wanted = b.wanted = math.inf
     for model in (a, b):
         model.step(manager)
@@ -329,7 +329,7 @@ def test_whoever_schedules_requests_says_who_is_idle() -> None:
 
 
 def test_a_model_with_requests_again_is_as_one_that_wakes() -> None:
-    device, manager, clock, (a, b) = governed(90, {}, {})
+    device, manager, clock, (a, b) = a_manager(90, {}, {})
     a.wanted = b.wanted = math.inf
     for model in (a, b, a):
         model.step(manager)

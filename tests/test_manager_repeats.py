@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.policy.tuning import DEFAULT
 
-from .governed import LINK, FakeCache, FakeDevice, FakeModel, governed
+from .fake_manager import LINK, FakeCache, FakeDevice, FakeModel, a_manager
 from .tuned import Clock
 
 PAGES = DEFAULT.pages
@@ -29,7 +29,7 @@ class World:
         self.manager: MemoryManager
         self.clock: Clock
         self.models: list[FakeModel]
-        self.device, self.manager, self.clock, self.models = governed(pages, *MODELS[:models])
+        self.device, self.manager, self.clock, self.models = a_manager(pages, *MODELS[:models])
         self.caches: list[FakeCache] = []
         self.repeated = 0
         asked = self.manager._known.repeated

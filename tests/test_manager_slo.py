@@ -17,7 +17,7 @@ from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, meeti
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, PAGE, FakeModel, governed, keys
+from .fake_manager import EQUAL, LINK, PAGE, FakeModel, a_manager, keys
 from .links import fair
 
 PAGES = DEFAULT.pages
@@ -25,7 +25,7 @@ PAGES = DEFAULT.pages
 
 def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
     """Select-N, phases: the smallest interval of each, switched between iterations; i_prefill ≤ i_decode."""
-    device, manager, _, (a,) = governed(60, {"tpot": 0.025, "ttft": 0.06})
+    device, manager, _, (a,) = a_manager(60, {"tpot": 0.025, "ttft": 0.06})
     assert device.free == 20
     seen = {}
     for phase, slo in (("prefill", 0.06), ("decode", 0.025), ("prefill", 0.06), ("decode", 0.025)):
@@ -44,7 +44,7 @@ def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
 def test_slo_of_requests_is_a_limit_and_no_aim() -> None:
     """Nothing streams because it may; what memory demands does, as long as that keeps what is asked. Layers come back
     where it does not and pages are free."""
-    device, manager, _, (a,) = governed(60, {"tpot": 0.03, "decode": 0.005})
+    device, manager, _, (a,) = a_manager(60, {"tpot": 0.03, "decode": 0.005})
     a.others_wait = True
     assert a.step(manager).plan.streamed == ()
     assert device.grow(25)
@@ -61,7 +61,7 @@ def test_slo_of_requests_is_a_limit_and_no_aim() -> None:
 
 def test_the_interval_follows_batch_and_length() -> None:
     """Select-N, record: looked up for each iteration by the next powers of two."""
-    _device, manager, _, (a,) = governed(60, {"tpot": 0.1})
+    _device, manager, _, (a,) = a_manager(60, {"tpot": 0.1})
     seen: list[Point] = []
 
     def seconds(point: Point) -> float:
@@ -80,7 +80,7 @@ def test_the_interval_follows_batch_and_length() -> None:
 
 def test_a_phase_without_an_slo() -> None:
     """Decoding then streams as little as it can; a prefill does as decoding does."""
-    _device, manager, _, (a, b) = governed(120, {"ttft": 0.06}, {"tpot": 0.025})
+    _device, manager, _, (a, b) = a_manager(120, {"ttft": 0.06}, {"tpot": 0.025})
     assert len(a.step(manager, "prefill").plan.streamed) == 8
     assert a.step(manager, "decode").plan == Plan(EQUAL)
     decoding = b.step(manager, "decode").plan
@@ -89,7 +89,7 @@ def test_a_phase_without_an_slo() -> None:
 
 
 def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once() -> None:
-    _device, manager, _, (a, _b) = governed(90, {"tpot": 0.02}, {"interval": None})
+    _device, manager, _, (a, _b) = a_manager(90, {"tpot": 0.02}, {"interval": None})
     first = a.step(manager, "decode")
     assert (first.interval, first.refusal) == (2, None), "half of its layers hide behind the others"
     a.times["decode"] = 0.021
@@ -104,7 +104,7 @@ def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once(
     again = a.step(manager, batch=2)
     assert again.refusal is not None
     assert again.notice is None
-    _, other, _, (c,) = governed(90, {"tpot": 0.01})
+    _, other, _, (c,) = a_manager(90, {"tpot": 0.01})
     assert [c.step(other).notice is not None for _ in range(3)] == [True, False, False]
     a.times["decode"] = 0.02
     manager.changed(a)
@@ -113,7 +113,7 @@ def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once(
 
 def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
     """The model takes back what it needs as far as pages are free, and tries again when more are."""
-    device, manager, _, (a,) = governed(40, {"tpot": 0.04, "decode": 0.02})
+    device, manager, _, (a,) = a_manager(40, {"tpot": 0.04, "decode": 0.02})
     a.step(manager)
     assert len(a.plan.streamed) == 8
     assert device.grow(30)
@@ -161,7 +161,7 @@ def two_on_a_link(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int]:
 def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[str, Any]], int]) -> None:
     """Select-N, coordinator: whatever both streamed before, and with whatever pages; and nobody's pages are missing."""
     options, free = drawn
-    device, manager, _, them = governed(1000, *options)
+    device, manager, _, them = a_manager(1000, *options)
     device.kv = device.free - free - 1000 // PAGES.spare
     room = free + sum(client.device_pages for client in them)
     clients = [
@@ -202,7 +202,7 @@ def test_admission(
     pages: Sequence[int], seconds: float, tpot: float, ttft: float | None, available: int, beside: bool
 ) -> None:
     """Select-N, admission: refused with the reason and what would do, never an exception; what is admitted is kept."""
-    device, manager, clock, them = governed(200, *[{"name": "z", "tpot": 0.025}] * beside)
+    device, manager, clock, them = a_manager(200, *[{"name": "z", "tpot": 0.025}] * beside)
     for client in them:
         client.step(manager)
     device.kv = device.free - available
@@ -230,7 +230,7 @@ def test_admission(
 
 
 def test_model_nobody_measured_is_admitted() -> None:
-    device, manager, _, (a,) = governed(80, {"decode": None, "prefill": None, "tpot": 1e-9})
+    device, manager, _, (a,) = a_manager(80, {"decode": None, "prefill": None, "tpot": 1e-9})
     assert manager.admit(FakeModel(device, "new", decode=None, tpot=1e-9), 40) is None
     assert "assumed" in a.step(manager).why
 
@@ -256,7 +256,7 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
                 "ttft": draw(st.sampled_from([None, 3 * seconds])),
             }
         )
-    device, manager, clock, them = governed(sum(sum(option["pages"]) for option in options) + 20, *options)
+    device, manager, clock, them = a_manager(sum(sum(option["pages"]) for option in options) + 20, *options)
     for _ in range(draw(st.integers(1, 6))):
         traffic = draw(st.sampled_from([0, LINK // 3, LINK // 2, LINK]))
         manager.link.set_traffic(traffic)
@@ -295,7 +295,7 @@ def test_layers_offered_while_the_link_was_free_are_not_promised() -> None:
     times = {"a": (0.016, 0.032), "b": (0.08, 0.16)}
     slos: dict[str, dict[str, Any]] = {"a": {"ttft": 0.048}, "b": {"tpot": 0.08}}
     models = [{"decode": decode, "prefill": prefill, **slos[name]} for name, (decode, prefill) in times.items()]
-    device, manager, clock, (a, b) = governed(100, *models)
+    device, manager, clock, (a, b) = a_manager(100, *models)
     manager.link.set_traffic(LINK // 3)
     clock.now += 2 * PAGES.idle
     for _ in range(4):
@@ -309,7 +309,7 @@ def test_layers_offered_while_the_link_was_free_are_not_promised() -> None:
 
 
 def test_layers_that_an_slo_forbids_are_not_taken() -> None:
-    device, manager, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
+    device, manager, clock, (a, b) = a_manager(200, {"tpot": 0.025, "ttft": 0.03}, {})
     manager.link.set_traffic(LINK)
     for client in (a, b):
         client.step(manager)
@@ -330,7 +330,7 @@ def test_layers_that_an_slo_forbids_are_not_taken() -> None:
 
 def test_a_model_that_waits_leaves_the_link_to_the_others() -> None:
     """Select-N §4.5, the special case: alone it is served with its smallest interval."""
-    _, manager, clock, (a, b) = governed(80, {"tpot": 0.045}, {"tpot": 0.045})
+    _, manager, clock, (a, b) = a_manager(80, {"tpot": 0.045}, {"tpot": 0.045})
     for _ in range(2):
         for client in (a, b):
             client.step(manager)
@@ -342,7 +342,7 @@ def test_a_model_that_waits_leaves_the_link_to_the_others() -> None:
 
 
 def test_pages_that_an_slo_needs_are_taken_from_models_that_wait() -> None:
-    device, manager, clock, (a, _) = governed(80, {"tpot": 0.045}, {})
+    device, manager, clock, (a, _) = a_manager(80, {"tpot": 0.045}, {})
     a.step(manager)
     device.kv = device.free
     a.tpot_slo = 0.025

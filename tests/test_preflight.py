@@ -227,7 +227,7 @@ def shown(name: str, facts: dict[str, Any], capsys: pytest.CaptureFixture[str], 
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_all_that_works_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preflight_that_finds_nothing_wrong_says_so_without_raw_keys(capsys: pytest.CaptureFixture[str]) -> None:
     said = shown("copies", {}, capsys)
     assert "copies to and from them right, at 50 GB/s; memory that the driver allocates, 50 GB/s" in said
     assert "kernels that read them right, at 48 GB/s" in said
@@ -245,7 +245,7 @@ def test_all_that_works_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> 
         ("copies", {"pages_to_device": {"right": True, "gb_per_s": 20}}, {}, "What differs changes nothing in how"),
     ],
 )
-def test_what_differs_is_told_in_words(
+def test_a_preflight_that_finds_a_difference_names_it_without_raw_keys(
     name: str, facts: dict[str, Any], ended: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = shown(name, facts, capsys, **ended)

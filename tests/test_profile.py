@@ -345,7 +345,7 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
     assert str(records(folder)[0]) in shown.replace("\n", "")
 
 
-def test_what_was_measured_ends_in_what_it_means(
+def test_a_profile_ends_in_which_budget_fits_and_how_fast_that_is(
     saved: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(needs, "cache_dir", lambda settings: folder)

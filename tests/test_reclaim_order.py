@@ -19,7 +19,7 @@ from ballonet.offload.policy.reclaim_order import LISTED, Absent, Candidate, Lev
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, governed, keys, trace
+from .fake_manager import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, a_manager, keys, trace
 
 PAGES = DEFAULT.pages
 
@@ -108,7 +108,7 @@ def test_the_whole_list() -> None:
     """Prefixes that the host has, idle weights, idle KV, hidden weights, stalling weights, running KV, layers beyond
     the cap: the core takes them in that order."""
     came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: resident again it may give as many
-    device, manager, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
+    device, manager, clock, (a, b) = a_manager(200, {"priority": 1}, {"plan": came})
     for _ in range(24):
         clock.now += PAGES.dwell / 10
         b.step(manager)
@@ -144,7 +144,7 @@ def test_the_whole_list() -> None:
 
 def test_kv_that_rests_goes_before_layers_of_models_that_run() -> None:
     """Nobody reads it for now, so that it costs no iteration anything; what else the cache has is read in each."""
-    device, manager, _, (a,) = governed(100, {})
+    device, manager, _, (a,) = a_manager(100, {})
     a.step(manager)
     cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
@@ -164,7 +164,7 @@ def _keys_taken(device: FakeDevice, manager: Any, *clients: FakeModel | FakeCach
 
 
 def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
-    device, manager, clock, _ = governed(20)
+    device, manager, clock, _ = a_manager(20)
     one, two = (FakeCache(device, manager, clock, name) for name in ("one", "two"))
     for model in (two, one):
         model.step(5)
@@ -174,7 +174,7 @@ def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
 
 
 def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> None:
-    device, manager, clock, _ = governed(40)
+    device, manager, clock, _ = a_manager(40)
     them = [FakeCache(device, manager, clock, name) for name in "xyz"]
     for cache in (them[1], them[0], them[2]):
         cache.step(4)
@@ -186,7 +186,7 @@ def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> N
 
 
 def test_clean_pages_are_offered_first_by_the_cache_and_stay_so() -> None:
-    device, manager, clock, _ = governed(20)
+    device, manager, clock, _ = a_manager(20)
     cache = FakeCache(device, manager, clock)
     cache.step(4)
     order = [2, 0, 3, 1]
@@ -200,7 +200,9 @@ def test_clean_pages_are_offered_first_by_the_cache_and_stay_so() -> None:
 
 
 def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
-    device, manager, clock, (a, b) = governed(120, {"priority": 0, "interval": None}, {"priority": 5, "interval": None})
+    device, manager, clock, (a, b) = a_manager(
+        120, {"priority": 0, "interval": None}, {"priority": 5, "interval": None}
+    )
     caches = {}
     for model in (a, b):
         manager.before(model, HERE)
@@ -216,7 +218,7 @@ def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
 
 
 def test_client_that_becomes_idle_moves_up_the_list() -> None:
-    device, manager, clock, (a,) = governed(64, {})
+    device, manager, clock, (a,) = a_manager(64, {})
     cache = FakeCache(device, manager, clock)
     a.step(manager)
     cache.step(4)
@@ -229,7 +231,7 @@ def test_client_that_becomes_idle_moves_up_the_list() -> None:
 
 
 def test_pages_taken_are_not_offered_again_before_the_cache_knows() -> None:
-    device, manager, clock, _ = governed(20)
+    device, manager, clock, _ = a_manager(20)
     cache = FakeCache(device, manager, clock)
     cache.step(4)
     offers = cache.offers()
@@ -252,7 +254,7 @@ def test_pages_taken_are_not_offered_again_before_the_cache_knows() -> None:
     st.integers(0, 60),
 )
 def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int, high: int) -> None:
-    device, manager, clock, them = governed(130, {"floor": low}, {"floor": high, "priority": 3}, {"decode": 0.005})
+    device, manager, clock, them = a_manager(130, {"floor": low}, {"floor": high, "priority": 3}, {"decode": 0.005})
     caches = {}
     for name, model in zip("xy", them, strict=False):
         manager.before(model, HERE)
@@ -282,7 +284,7 @@ def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int,
 @pytest.mark.parametrize("floor", [0, 20, 26, 40, 70])
 def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
     """The SLO alone would stream every second layer, in two slots."""
-    device, manager, _, (a,) = governed(60, {"tpot": 0.03, "floor": floor})
+    device, manager, _, (a,) = a_manager(60, {"tpot": 0.03, "floor": floor})
     for _ in range(3):
         a.step(manager)
     assert a.device_pages >= min(floor, 40)
@@ -294,7 +296,7 @@ def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
 
 
 def test_kv_that_is_read_in_place_is_restored_before_layers_that_hide() -> None:
-    device, manager, clock, (a,) = governed(64, {})
+    device, manager, clock, (a,) = a_manager(64, {})
     cache = FakeCache(device, manager, clock)
 
     def go_on(seconds: float) -> None:
@@ -325,7 +327,7 @@ def test_kv_that_is_read_in_place_is_restored_before_layers_that_hide() -> None:
 
 
 def test_restoring_ends_once_pages_are_wanted_again() -> None:
-    device, manager, clock, _ = governed(20)
+    device, manager, clock, _ = a_manager(20)
     cache = FakeCache(device, manager, clock)
     cache.step(8)
     device.kv = 12
@@ -344,7 +346,7 @@ def test_restoring_ends_once_pages_are_wanted_again() -> None:
 
 
 def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> None:
-    device, manager, clock, _ = governed(16)
+    device, manager, clock, _ = a_manager(16)
     one, two = (FakeCache(device, manager, clock, name) for name in ("one", "two"))
     one.step(10)
     clock.now += 2 * PAGES.idle
@@ -363,7 +365,7 @@ def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> N
 
 def both_idle() -> tuple[FakeDevice, Any, FakeCache, FakeCache]:
     """Two caches that fill a device, idle both; somebody else has taken three pages of the second."""
-    device, manager, clock, _ = governed(16)
+    device, manager, clock, _ = a_manager(16)
     one, two = (FakeCache(device, manager, clock, name) for name in ("one", "two"))
     one.step(6)
     clock.now += PAGES.idle / 2
@@ -395,7 +397,7 @@ def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() ->
 @pytest.mark.parametrize(("grows", "back"), [(0, True), (2, False)])
 def test_pages_that_will_soon_be_used_do_not_go_back(grows: int, back: bool) -> None:
     """A falling trend: what went in the last ten seconds will go in the next ones."""
-    device, manager, clock, (a,) = governed(100, {})
+    device, manager, clock, (a,) = a_manager(100, {})
     a.step(manager)
     device.kv = device.free
     assert device.want(15, a)
@@ -414,7 +416,7 @@ def test_pages_that_will_soon_be_used_do_not_go_back(grows: int, back: bool) -> 
 
 
 def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> None:
-    device, manager, clock, (a,) = governed(320, {})
+    device, manager, clock, (a,) = a_manager(320, {})
     cache = FakeCache(device, manager, clock)
     a.step(manager)
     cache.step(100)
@@ -440,7 +442,7 @@ def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> No
 
 def test_events_name_the_source_whose_pages_and_the_cost_that_was_expected() -> None:
     events = Events()
-    device, manager, clock, (a,) = governed(64, {}, events=events)
+    device, manager, clock, (a,) = a_manager(64, {}, events=events)
     cache = FakeCache(device, manager, clock, "of a chat")
     a.step(manager)
     cache.step(4)
@@ -469,7 +471,7 @@ def test_events_name_the_source_whose_pages_and_the_cost_that_was_expected() -> 
 
 
 def test_a_cache_that_is_collected_is_forgotten() -> None:
-    device, manager, clock, _ = governed(20)
+    device, manager, clock, _ = a_manager(20)
     cache = FakeCache(device, manager, clock)
     cache.step(3)
     number = cache.number
@@ -489,7 +491,7 @@ def test_a_cache_that_is_collected_is_forgotten() -> None:
 
 
 def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, manager, _, _ = governed(10)
+    device, manager, _, _ = a_manager(10)
     device.kv = 10
     assert not manager.pages.wait(0.0)
     with ThreadPoolExecutor(1) as other:
@@ -525,7 +527,7 @@ def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int
     """A load is there for `half` seconds and away for as many. Faster than the dwell nothing moves, but for what b
     gives beyond its decode cap where it becomes idle, and gets back as it wakes; slower, all goes and comes at most
     once."""
-    device, manager, clock, (a, b) = governed(110, {}, {"priority": 1})
+    device, manager, clock, (a, b) = a_manager(110, {}, {"priority": 1})
     chat = FakeCache(device, manager, clock, "chat")
     chat.step(8)
     ticks = 6

@@ -8,7 +8,7 @@ from ballonet.offload.policy.plan import Costs, meeting
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point, Record
 
-from .governed import EQUAL, LINK, governed
+from .fake_manager import EQUAL, LINK, a_manager
 
 HERE = Point("decode", 1, 100)
 EAGER, PIECES = 0.022, 0.007
@@ -73,7 +73,7 @@ def test_a_measured_record_counts_by_pieces_before_the_first_step() -> None:
 
 
 def test_the_manager_judges_an_slo_by_the_time_of_a_step_by_pieces() -> None:
-    _device, manager, _, (a,) = governed(60, {"tpot": 0.02})
+    _device, manager, _, (a,) = a_manager(60, {"tpot": 0.02})
     timings = after(*[(EAGER, False)] * 20)
     a.seconds, a.typical = timings.seconds, timings.typical  # type: ignore[method-assign]
     eager = a.step(manager, batch=1, length=100)

@@ -158,7 +158,7 @@ def test_a_device_that_is_being_closed_has_no_budget() -> None:
     assert {row.name for row in pages.rows} >= {"weights", "free"}
 
 
-def test_what_is_seen_ends_in_a_sentence_of_where_things_lie() -> None:
+def test_a_look_at_a_process_ends_in_what_lies_outside_the_device() -> None:
     streams = "llama: 2 of 8 layers come from host memory for each token"
     assert (
         conclusion(seen()) == f"{streams}; 320KiB of KV on the peer; 448KiB of KV on the host; 896KiB of 6.25MiB free"

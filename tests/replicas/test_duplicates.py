@@ -24,7 +24,7 @@ from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing.sources import sources
 
-from ..governed import EQUAL, FakeCache, FakeModel, governed
+from ..fake_manager import EQUAL, FakeCache, FakeModel, a_manager
 from ..models import build
 from .stages import BLOCK, CHUNK, Desk, install
 
@@ -33,13 +33,13 @@ def test_the_core_never_takes_duplicates() -> None:
     assert Level.HIDDEN_WEIGHTS < Level.DUPLICATES < Level.STALLING_WEIGHTS
     assert (Level.DUPLICATES, Level.DUPLICATES.label) == (7, "duplicates")
     assert Level.DUPLICATES not in LISTED
-    _, manager, _, (a,) = governed(200, {})
+    _, manager, _, (a,) = a_manager(200, {})
     a.step(manager)
     assert {candidate.level for candidate in manager.reclaim.candidates()}.isdisjoint({Level.DUPLICATES})
 
 
 def test_the_source_posts_a_wish_and_frees_nothing() -> None:
-    device, manager, _, _ = governed(200, {})
+    device, manager, _, _ = a_manager(200, {})
     (source,) = [source for source in sources(manager, device, spill=False) if source.level is Level.DUPLICATES]
     assert (source.would_free(), source.reclaim(5), source.restore(5)) == (0, 0, 0), "nobody has duplicates"
     wishes: list[int] = []
@@ -57,7 +57,7 @@ def test_the_source_posts_a_wish_and_frees_nothing() -> None:
 def test_a_wish_is_posted_once_the_ladder_has_passed_level_7(beyond: bool, level: Level) -> None:
     """The core takes layers whose copies hide without a wish; once it takes what costs time, that is wished for at the
     next iteration, and once."""
-    device, manager, _, (a,) = governed(200, {})
+    device, manager, _, (a,) = a_manager(200, {})
     wishes: list[int] = []
     manager.duplicates.register(wishes.append, lambda: 0)
     a.step(manager)
@@ -81,7 +81,7 @@ def _key(manager: object, model: FakeModel, layer: int) -> int:
 
 
 def test_wish_comes_before_levels_that_cost_time() -> None:
-    device, manager, _, (a,) = governed(200, {})
+    device, manager, _, (a,) = a_manager(200, {})
     cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
     a.step(manager)
@@ -102,7 +102,7 @@ def test_wish_comes_before_levels_that_cost_time() -> None:
 
 def test_a_wish_is_told_without_a_lock() -> None:
     """Whoever is told may ask the manager, and register others."""
-    _, manager, _, _ = governed(200, {})
+    _, manager, _, _ = a_manager(200, {})
     told: list[bool] = []
 
     def wanted(pages: int) -> None:
@@ -132,7 +132,7 @@ def test_wishes_add_up_until_they_are_posted() -> None:
 
 def test_pages_that_an_operator_could_not_have_are_wished_for() -> None:
     """At the next look of anyone, once, and only what was refused since somebody could drop anything."""
-    _, manager, _, (a,) = governed(200, {})
+    _, manager, _, (a,) = a_manager(200, {})
 
     def refuse(pages: int) -> None:
         manager.events.decided(Level.REFUSE.label, "reclaim", pages)

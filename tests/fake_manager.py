@@ -234,7 +234,7 @@ def _gives(entry: Any) -> int:
     return 1 if isinstance(client, FakeCache) else int(client.plan.pages[index])
 
 
-def governed(
+def a_manager(
     pages: int, *models: dict[str, Any], **options: Any
 ) -> tuple[FakeDevice, MemoryManager, Clock, list[FakeModel]]:
     """A device of so many pages, and models named a, b, c."""
