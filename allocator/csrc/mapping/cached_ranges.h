@@ -9,7 +9,8 @@
 // go last of all; so do those mapped in cached ranges for ranges that are about to come (mapper.h).
 //
 // A range that `keeps` does so while it is open: pages that some of its users give back the next ones claim, or new
-// weights in the place of those before. As these come again and again, its pages are taken once no new page can be created, but before pages in use are.
+// weights in the place of those before. As these come again and again, its pages are taken once no new page can be
+// created, but before pages in use are.
 //
 // Guarantees: in a cached range every page is kept, and there is one; a page that is kept anywhere is free in its pool.
 //
