@@ -113,7 +113,8 @@ class CountReport:
             setup.supervisor.post(Seen(self._machine, now, bars))
 
 
-_TAGS = ("kv", "arrival", "handover", "pull")  # whose messages end an idle wait
+_TAGS = ("handover", "pull")  # whose messages end an idle wait
+_EXCHANGE_TAGS = ("kv", "arrival")  # the same, once the epoch of their links has begun: before, nobody takes them
 
 
 class Replica:
@@ -204,7 +205,9 @@ class Replica:
         stage = self._state.stage
         if self._supervisor.has() or (stage is not None and stage.has_work()):
             return True
-        return any(link.has(tag) for link in self._links() for tag in _TAGS if link.error is None)
+        waiting = [(link, _TAGS) for link in self._links()]
+        waiting += [(link, _EXCHANGE_TAGS) for link in self._state.links.values()]
+        return any(link.has(tag) for link, tags in waiting for tag in tags if link.error is None)
 
     def _links(self) -> list[Link]:
         return [*self._state.links.values(), *self._change.links.values()]

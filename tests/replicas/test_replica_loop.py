@@ -285,6 +285,23 @@ def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Requ
     assert {report.assignment for report in loops.heard(Told)} == {1}
 
 
+def test_kv_for_an_epoch_that_a_replica_has_not_begun_ends_no_wait(
+    loops: Loops, asked: list[Request], right: list[list[int]]
+) -> None:
+    """A main loop that such KV woke would turn without end until the epoch begins, and take nothing."""
+    loops.ask(0, 1, asked[0])
+    loops.step(3)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(protocol.Prepared, 3)
+    loops.tell(0, Commit(3))
+    loops.step(3)
+    assert loops.links[3, 1].has("kv")
+    assert not loops.loops[1]._has_input()
+    loops.tell(1, Commit(3))
+    loops.both(protocol.Exchanged, 3)
+    assert loops.answers(asked[:1]) == right[:1]
+
+
 def weight_bytes(loops: Loops, to: int, layers: Sequence[int]) -> int:
     """Bytes of layers, which another replica pulled."""
     modules = [loops.loops[to]._setup.replica.model.model.layers[layer] for layer in layers]
