@@ -132,6 +132,7 @@ class Replica:
         self._change = EpochChange(setup, self._state, self._moves)
         self._counts = CountReport(setup, self._state, self._moves)
         self._ended = False
+        self._stage_is_over = False  # nothing more comes in its epoch, as a peer has begun the next one
         self._rejoins: tuple[Request, ...] | None = None
         setup.holds.begin(self._load.add_wish, self._load.beat_mid_step)
 
@@ -186,7 +187,7 @@ class Replica:
         return happened or (not moves.ready and moves.prepare_idle())
 
     def _compute(self) -> bool:
-        stage = self._state.stage
+        stage, self._stage_is_over = self._state.stage, False
         try:
             return stage is not None and stage.step()
         except OutOfStep:
@@ -197,13 +198,14 @@ class Replica:
         except LinkClosed as error:
             if not self._change.peer_has_entered(error.peer):
                 raise
-            return False  # nothing more comes in this epoch; the next one has links of its own
+            self._stage_is_over = True  # the next epoch has links of its own
+            return False
         finally:
             self._requests.send_reports()  # before another group may go on with a request
 
     def _has_input(self) -> bool:
         stage = self._state.stage
-        if self._supervisor.has() or (stage is not None and stage.has_work()):
+        if self._supervisor.has() or (stage is not None and not self._stage_is_over and stage.has_work()):
             return True
         waiting = [(link, _TAGS) for link in self._links()]
         waiting += [(link, _EXCHANGE_TAGS) for link in self._state.links.values()]

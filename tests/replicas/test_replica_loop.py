@@ -15,7 +15,7 @@ from msgspec.structs import replace
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
+from ballonet.hooks.replicas.errors import Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import LinkState
@@ -299,6 +299,25 @@ def test_kv_for_an_epoch_that_a_replica_has_not_begun_ends_no_wait(
     assert not loops.loops[1]._has_input()
     loops.tell(1, Commit(3))
     loops.both(protocol.Exchanged, 3)
+    assert loops.answers(asked[:1]) == right[:1]
+
+
+def test_link_closed_by_a_peer_that_has_begun_the_next_epoch_ends_no_wait(
+    loops: Loops, asked: list[Request], right: list[list[int]]
+) -> None:
+    loops.ask(0, 1, asked[0])
+    loops.step(3)
+    loops.drop(3)
+    loops.both(protocol.Exchanged, 3)
+    loops.tell_all(Prepare(4, ONES))
+    loops.both(protocol.Prepared, 4)
+    loops.tell_all(StartRestore(4, PULLS))
+    loops.both(protocol.Restored, 4)
+    loops.links[3, 1].error = LinkClosed(3, 0, "the other end has closed it")
+    loops.loops[1].step()
+    assert not loops.loops[1]._has_input()
+    loops.tell_all(Commit(4, homes=(("q0", 0),)))
+    loops.both(protocol.Exchanged, 4)
     assert loops.answers(asked[:1]) == right[:1]
 
 
