@@ -256,11 +256,15 @@ def test_weights_replaced_at_every_step_stay_in_the_pool_for_ever(device: Device
 
 
 @pytest.mark.counts
-def test_weights_replaced_while_there_is_room_call_the_driver_for_no_page(device: Device) -> None:
-    """New ones lie in the pages of those before, which stay mapped."""
+@pytest.mark.parametrize("more", [None, 2], ids=["plenty", "hardly"])
+def test_weights_replaced_while_there_is_room_call_the_driver_for_no_page(device: Device, more: int | None) -> None:
+    """New ones lie in the pages of those before, which stay mapped, as do those that the new ones came in. So it is
+    where the budget is so many pages `more` than they take together."""
     model, calls = llama(), list[int]()
     with ballonet.manage(model) as managed:
         for step in range(8):
+            if more is not None and step == 2:
+                ballonet.set_budget((device.snapshot()["created"] + more) * PAGE)
             before = device.snapshot()["driver_calls"]
             for weight in model.parameters():
                 weight.data = weight.data * (1 + step / 100)

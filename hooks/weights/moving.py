@@ -41,7 +41,7 @@ def run(
     undo: Callable[[Step], None],
     plenty: float = math.inf,
 ) -> None:
-    """Runs all steps or none. While so many pages are free none are given back between two: `plenty`.
+    """Runs all steps or none. While so many pages are free or idle, none go back to the driver between two: `plenty`.
     torch.OutOfMemoryError, and errors of `do`. See Note [Moving a model]."""
     done: list[Step] = []
     try:
@@ -49,7 +49,7 @@ def run(
             do(step)
             done.append(step)
             # The freed source's pages serve the next step once the copies from them are done.
-            if device.available < plenty:
+            if device.available + device.idle < plenty:
                 device.trim()
                 device.reap(wait=True)
     except BaseException as error:

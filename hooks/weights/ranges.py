@@ -118,8 +118,6 @@ def plan_under_budget(
         """Pages that lack where layers take `wanted` pages."""
         return max(0, _used(device) - sources) + own + wanted - device.budget // page
 
-    if missing(sum(pages)) > 0:
-        device.trim()
     reserve(device, missing(sum(pages)))
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept for later prompts
@@ -137,10 +135,10 @@ def plan_under_budget(
 
 
 def _used(device: Device) -> int:
-    """Pages of all owners."""
+    """Pages of all owners, without those that hold nothing: whoever maps pages gets idle ones first."""
     device.reap(wait=True)
     pages: dict[str, int] = device.snapshot()["pages"]
-    return sum(count for owner, count in pages.items() if owner != "free")
+    return sum(count for owner, count in pages.items() if owner != "free") - device.idle
 
 
 def check_host(device: Device, pages: int) -> None:
