@@ -313,8 +313,8 @@ class Range:
         """Backs `count` unbacked (or kept, or pending free) pieces with device pages, all or none. PoolExhausted,
         DriverError."""
     def map_ahead(self, first: int, count: int) -> None:
-        """Asks for pieces of a range of "kv" to be mapped in the background, in this order, so that `map` finds them
-        "kept" (eLLM §5.1). Returns at once.
+        """Asks for pieces of a range of "kv" or "weights" to be mapped in the background, in this order, so that `map`
+        finds them "kept" (eLLM §5.1). Returns at once.
 
         Pages that are free or may be created are used, and none are taken from others: where there are none the rest is
         forgotten, as it is at 50 MB (at least a page) of unclaimed pages in all. They are free for whoever needs pages

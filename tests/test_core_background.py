@@ -267,8 +267,8 @@ def test_bad_requests_are_refused(core: Core) -> None:
             some.map_ahead(first, count)
     with pytest.raises(TypeError):
         some.map_ahead(-1, 1)
-    with pytest.raises(BallonetError, match="KV"):
-        core.range(4, "weights").map_ahead(0, 1)
+    with pytest.raises(BallonetError, match="KV and of weights"):
+        core.range(4, "activations").map_ahead(0, 1)
     some.map_ahead(4, 0)
     core.device.reap(wait=True)
     assert core.ahead() == 0

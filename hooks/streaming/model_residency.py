@@ -297,11 +297,11 @@ class ModelResidency:
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
             if (
-                (back := self._weights.ring.own.layers)
+                (back := self._weights.ring.back)
                 and not self.captured.runs_on_this_thread
                 and not self._turns.sections
             ):
-                self._make_resident(back)
+                self._make_resident(sorted(back))
 
     def _measure_link(self) -> None:
         """Measures the link, now and then until it succeeds; see managers.py, Note [The link of a model that runs]."""

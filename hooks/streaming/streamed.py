@@ -95,6 +95,7 @@ class Streaming:
         self.on_asked: Callable[[], object] = int
         self.before_reveal: Callable[[], object] = int  # called before bytes are read from a file
         ring.loading = self._loading
+        ring.opened = lambda layer: self._show(layer, {})
         self._versions: dict[int, int] = {}  # versions of layers when their copies began
         self._unseen: set[int] = set()  # layers whose weights no other code has got since
         self._outlived: list[StorageWeakRef] = []  # memory of views that have outlived their calls
@@ -173,10 +174,12 @@ class Streaming:
             if self.bound[self.inside].active(sys._getframe()):
                 return None  # a layer that runs another one: its slot is in use
             self._end()
+        stream = self._stream()
+        self._ring.bring(layer, stream)
         written, fits = bound.look()
         if self._versions.get(layer) != written:
             self._ring.forget(layer)
-        slot = self._ring.enter(layer, self._stream()) if fits else None
+        slot = self._ring.enter(layer, stream) if fits else None
         if slot is not None:
             self.inside = layer
             frame: FrameType | None = sys._getframe(1)

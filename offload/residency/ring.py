@@ -9,6 +9,7 @@ Words
     on the host  they lead to its backing: slow to compute with, valid for everything
     in a slot    besides, from `enter` to `leave`, a slot holds its weights: what its own forward reads
     own slot     one that a single layer has, which is on the host and has stopped streaming
+    comes        stops streaming, and gets its own slot as the next pass reaches it
 
 Note [A pass]
     The last layers of a pass start the copies for the next one. Between two passes any thread may write to a layer on
@@ -18,7 +19,8 @@ Note [A pass]
 Note [Starting and stopping to stream]
     Which layers stream changes between passes (`arrange`). A layer that starts to stream gives its pages first and the
     slots are made of what is free then: where memory is short there may be no other. A layer that stops stays on the
-    host and gets a slot of its own. So its weights go to the host once, however often it starts and stops; what is
+    host and gets a slot of its own: a pass opens the slot of one layer while the one before computes, and the
+    background maps pages of the one after, so that a first token waits for no page table. So its weights go to the host once, however often it starts and stops; what is
     written meanwhile is written on the host and copied to the slot as to any other, and its addresses are not touched.
     The core may take an own slot as it takes a resident layer, and need not copy anything for it. Only `make_resident`
     makes a layer resident again, which gives up the copy on the host: the pages of its slot come to its addresses in
@@ -28,12 +30,12 @@ Note [Starting and stopping to stream]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from ...allocator._native import Device, Group, Range, Transfer
-from ...allocator.errors import DriverError
+from ...allocator.errors import DriverError, PoolExhausted
 from .backing import Backing, not_now
 from .mover import Mover
 from .slots import Copies, Filler, Slot, open_pages
@@ -249,6 +251,8 @@ class Ring:
         self.shared = SharedSlots(device, group)
         self._layers: dict[int, StreamedLayer] = {}  # those that stream
         self.own = OwnSlots()  # of those that have stopped streaming
+        self._coming: dict[int, Range] = {}  # in the order of layers; ranges without pages
+        self.opened: Callable[[int], None] = lambda layer: None  # is told that a pass has opened a layer's own slot
         self._runs: Callable[[int], bool] = lambda layer: True
 
     @property
@@ -271,6 +275,16 @@ class Ring:
         """The layers that stream, ascending."""
         return tuple(sorted(self._layers))
 
+    @property
+    def coming(self) -> tuple[int, ...]:
+        """The layers that come, ascending. On any thread."""
+        return tuple(self._coming)
+
+    @property
+    def back(self) -> frozenset[int]:
+        """The layers that stay on the host and have their own slots, or come. On any thread."""
+        return frozenset((*self.own.layers, *self._coming))
+
     def layer(self, layer: int) -> StreamedLayer | None:
         """A layer that streams or has an own slot; None for others."""
         entry = self._layers.get(layer) or self.own.get(layer)
@@ -283,6 +297,8 @@ class Ring:
         if streamed is None:
             own = self.own.get(layer)
             return own and own[1]
+        if layer in self._coming:
+            return None
         slots = self.shared.slots
         if streamed.slot < len(slots) and streamed.pages <= (slot := slots[streamed.slot]).range.backed:
             return slot
@@ -296,6 +312,7 @@ class Ring:
         stopping to stream]. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged,
         DriverError."""
         wanted, coming = ({member.layer: member for member in given} for given in (layers, others))
+        self._forget_coming()
         self._close_own({*wanted, *coming, *(member.layer for member, _ in self.own.members if not member.whole)})
         self._layers.update({layer: wanted[layer] for layer in wanted.keys() & self._layers.keys()})
         try:
@@ -309,8 +326,8 @@ class Ring:
                 del self._layers[layer]  # nothing is left of it
             self.shared.shrink(len(slot_pages))  # their pages serve layers that stop streaming
             for layer in sorted(coming):
-                self.own.add(self._layers[layer], self.shared.open(self._layers[layer].pages))
-                del self._layers[layer]
+                pages = self._layers[layer].pages
+                self._coming[layer] = self._device.reserve(pages * self._device.page_size, "weights", self._group)
         finally:
             self._share()
 
@@ -329,6 +346,40 @@ class Ring:
                 slot.holds = None
             if first is not None:
                 self._filler.fill(self, slot, first, stream)
+        self.bring(-1, stream)
+
+    def bring(self, layer: int, stream: int) -> None:
+        """Opens the own slots of a layer that `stream` is about to reach and of the next one, of those that come, and
+        starts their copies. A layer for which there are no pages is read on the host. DriverError."""
+        if not self._coming:
+            return
+        following = next((other for other in self._coming if other > layer and self._runs(other)), None)
+        for member in (layer, following):
+            if member is not None and member in self._coming:
+                with suppress(PoolExhausted):
+                    slot = self._open(member)
+                    self.opened(member)
+                    self._filler.fill(self, slot, member, stream)
+        if (after := next((other for other in self._coming if other > layer and self._runs(other)), None)) is not None:
+            self._coming[after].map_ahead(0, self._coming[after].pieces)
+
+    def _open(self, layer: int) -> Slot[int]:
+        """Opens the own slot of a layer that comes. PoolExhausted, DriverError: it has none then, and streams."""
+        opened = self._coming.pop(layer)
+        try:
+            opened.map(0, opened.pieces)
+        except BaseException:
+            opened.close()
+            raise
+        self.own.add(self._layers.pop(layer), opened)
+        entry = self.own.get(layer)
+        assert entry is not None
+        return entry[1]
+
+    def _forget_coming(self) -> None:
+        """Has layers that come stream without slots."""
+        while self._coming:
+            self._coming.popitem()[1].close()
 
     def enter(self, layer: int, stream: int) -> Range | None:
         """Has `stream` wait for the layer's slot, before it computes, and returns the slot's range; None where it has
@@ -398,9 +449,11 @@ class Ring:
             part.backing.reveal(spans(part))
 
     def make_resident(self, layer: int, unchanged: bool = False) -> None:
-        """Makes a layer with an own slot resident, and gives up its copy on the host. No tensor lies over a slot.
-        `unchanged`: is the layer what it was when it was copied to its slot? ManageError where addresses cannot be
-        exchanged now; WeightsFileChanged, DriverError."""
+        """Makes a layer resident that has its own slot or comes, and gives up its copy on the host. No tensor lies over
+        a slot. `unchanged`: is the layer what it was when it was copied to its slot? PoolExhausted; ManageError where
+        addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
+        if layer in self._coming:
+            self._open(layer)
         entry = self.own.get(layer)
         assert entry is not None
         streamed, slot = entry
@@ -427,12 +480,14 @@ class Ring:
 
     def close(self) -> None:
         """Gives all slots back. No layer streams any more; those on the host stay there."""
+        self._forget_coming()
         self._close_own()
         self._layers.clear()
         self.shared.shrink(0)
 
     def release_layers(self) -> None:
         """Ends streaming; layer indices may change after this. The shared slots stay."""
+        self._forget_coming()
         self._close_own()
         self._layers.clear()
         self._share()

@@ -209,7 +209,8 @@ void Ahead::ask(const std::shared_ptr<Range>& range, std::size_t first, std::siz
   if (first > range->pieces || count > range->pieces - first) {
     throw UsageError(format("pieces %zu to %zu lie outside a range of %zu", first, first + count, range->pieces));
   }
-  if (range->owner != Owner::kKv) throw UsageError("only ranges of KV are mapped ahead");
+  if (range->owner != Owner::kKv && range->owner != Owner::kWeights)
+    throw UsageError("only ranges of KV and of weights are mapped ahead");
   if (count > 0 && background_.running() && push({range, first, first + count})) background_.notify();
 }
 

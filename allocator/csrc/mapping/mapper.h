@@ -60,8 +60,8 @@ class Ahead {
   Ahead(AddressSpace& space, Fences& fences, CachedRanges& cached, Mapping& mapping, Background& background)
       : space_(space), fences_(fences), cached_(cached), mapping_(mapping), background_(background) {}
 
-  // Has the background back pieces of a range of KV, one after the other, with pages that are free or may be created.
-  // Ends where there are none, where `limit` pages are unclaimed, or where the driver refuses. Throws UsageError.
+  // Has the background back pieces of a range of KV or weights, one after the other, with pages that are free or may be
+  // created. Ends where there are none, where `limit` pages are unclaimed, or where the driver refuses. UsageError.
   void ask(const std::shared_ptr<Range>& range, std::size_t first, std::size_t count);
   // eLLM §5.1: less than 50 MB.
   std::size_t limit() const;
