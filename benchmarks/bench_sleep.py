@@ -1,8 +1,10 @@
 """Models that sleep, and weights that are replaced.
 
 sleep: rounds of `generate()`, sleep and wake. What is left on the device while the model sleeps is counted from outside
-the process: by the driver on a GPU, on the stand-in by the kernel, which counts the memory of its file. The first token
-after waking is compared with the slower of its prefill and of all weights over the link, measured in the same run.
+the process: by the driver on a GPU, on the stand-in by the kernel, which counts the memory of its file.
+
+wake: the first token after waking, compared with the slower of its prefill and of all weights over the link, measured
+in the same run. On a CPU one core is the device, and the other has the host's work and the link, as beside a GPU.
 
 sync: RL's weight sync: all parameters are replaced before each step of a few tokens, as load_state_dict(assign=True)
 and servers of rollouts do. Stock does the same; what is beside its time are copies of the weights to where they lie in
@@ -12,6 +14,7 @@ the pool, whose bandwidth is measured alone.
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ import ballonet
 
 LAYERS = {"cuda": 32, "cpu": 8, "tiny": 2}
 ROUNDS = {"cuda": 500, "cpu": 500, "tiny": 6}  # of sleep and wake, at each level
+WAKES = {"cuda": 50, "cpu": 10, "tiny": 3}  # of a whole model, at each level
 SYNCS = {"cuda": 200, "cpu": 200, "tiny": 6}
 PROMPT = {"cuda": 4096, "cpu": 512, "tiny": 32}  # tokens
 NEW = {"cuda": 16, "cpu": 4, "tiny": 2}  # tokens of an answer
@@ -47,20 +51,27 @@ SETTLED = 4  # rounds before memory is compared
 
 
 def sleeping(chosen: Options) -> None:
+    limits = {"left on the device, MiB": 0.0, "more memory, MiB": 4.0, "answers that differ": 0.0}
+    title = f"{ROUNDS[chosen.kind]} rounds of sleep, {describe_few(chosen, LAYERS[chosen.kind])}"
+    by_level(chosen, title, limits)
+
+
+def waking(chosen: Options) -> None:
+    title = f"The first token after sleep, of {PROMPT[chosen.kind]}, {describe(chosen)}"
+    by_level(chosen, title, {"first token / max(prefill, link)": 1.1, "answers that differ": 0.0})
+
+
+def by_level(chosen: Options, title: str, limits: Mapping[str, float]) -> None:
+    """Reports what rounds at each level found, of what has a limit or is a measure of it."""
     rows = []
     for level in (1, 2):
         with peers(chosen, (OURS,), {OURS: environment(chosen)}) as started:
-            rows.append(started[OURS].ask("sleep", level=level))
-    said = [
-        {name: Figure.of(values) if isinstance(values, list) else values for name, values in row.items()}
-        for row in rows
-    ]
-    for row in said:
-        row["left on the device, MiB"] = row["left on the device, MiB"].at_most(0)
-        row["more memory, MiB"] = row["more memory, MiB"].at_most(4)
-        row["answers that differ"] = row["answers that differ"].at_most(0)
-        row["first token / max(prefill, link)"] = row["first token / max(prefill, link)"].at_most(1.1)
-    report(chosen, titled(chosen, f"{ROUNDS[chosen.kind]} rounds of sleep, {shape_of(chosen)}"), said)
+            row: dict[str, Any] = {"level": level}
+            for name, values in started[OURS].ask("rounds", level=level).items():
+                figure = Figure.of(values)
+                row[name] = figure.at_most(limits[name]) if name in limits else figure
+            rows.append(row)
+    report(chosen, titled(chosen, title), rows)
 
 
 def syncing(chosen: Options) -> None:
@@ -82,60 +93,81 @@ def syncing(chosen: Options) -> None:
     report(chosen, f"{SYNCS[chosen.kind]} weight syncs, {describe(chosen)}", rows)
 
 
-def shape_of(chosen: Options) -> str:
-    return describe_few(chosen, LAYERS[chosen.kind])
-
-
 def functions(name: str, chosen: Options) -> Functions:
-    if chosen.benchmark == "sleep":
-        return {"sleep": partial(sleep, chosen)}
-    return Sync(name, chosen).functions()
+    if chosen.benchmark == "sync":
+        return Sync(name, chosen).functions()
+    return {"rounds": partial(sleep if chosen.benchmark == "sleep" else wake, chosen)}
 
 
-def sleep(chosen: Options, level: int) -> dict[str, Any]:
-    """What rounds at this level found; lists are figures."""
-    kind = chosen.kind
-    ballonet.install(unlimited(chosen), host_budget=unlimited(chosen), page_size=layer_page_size(chosen))
-    model = build(few(chosen, LAYERS[kind]), chosen.device)
-    weights = sum(weight.nbytes for weight in model.parameters())
-    managed = ballonet.manage(model)
-    prompt = torch.randint(2, 190, (1, PROMPT[kind]), device=chosen.device)
-
-    def first() -> None:
-        with torch.no_grad():
-            model(prompt, use_cache=False, logits_to_keep=1)
-
-    expected = answer(chosen, model, prompt)
-    empty = emptied(chosen, managed)
-    prefill = min(seconds(chosen.device, first) for _ in range(3))
-    link = weights / bandwidth(chosen)()
-    left, firsts, differing, memory = 0.0, [], 0, 0
-    for number in range(ROUNDS[kind]):
-        managed.sleep(level)
+def sleep(chosen: Options, level: int) -> dict[str, list[float]]:
+    """What is left of a few layers of the model in many rounds at this level, and of their answers."""
+    sleeper = Sleeper(chosen, few(chosen, LAYERS[chosen.kind]))
+    expected = sleeper.answer()
+    empty = sleeper.emptied()
+    left, differing, memory = 0.0, 0, 0
+    for number in range(ROUNDS[chosen.kind]):
+        sleeper.managed.sleep(level)
         left = max(left, (on_device(chosen) - empty) / MIB)
-        firsts.append(seconds(chosen.device, first))
-        differing += not torch.equal(answer(chosen, model, prompt), expected)
+        differing += not torch.equal(sleeper.answer(), expected)
         if number == SETTLED:
             memory = resident()
     return {
-        "level": level,
         "left on the device, MiB": [left],
         "more memory, MiB": [(resident() - memory) / MIB],
         "answers that differ": [float(differing)],
-        "first token after waking, s": firsts,
-        "prefill, s": [prefill],
-        "weights over the link, s": [link],
-        "first token / max(prefill, link)": [value / max(prefill, link) for value in firsts],
     }
 
 
-def emptied(chosen: Options, managed: Any) -> int:
-    """Bytes of the device in use while the model sleeps, of which none are its own, as `report` says."""
-    managed.sleep()
-    assert managed.report().pages == 0
-    empty = on_device(chosen)
-    managed.wake()
-    return empty
+def wake(chosen: Options, level: int) -> dict[str, list[float]]:
+    """Seconds of the first token of the whole model after sleep at this level, and of what limits it."""
+    if not chosen.cuda:
+        torch.set_num_threads(1)
+    sleeper = Sleeper(chosen, shape(chosen))
+    expected = sleeper.answer()
+    link = sleeper.weights / bandwidth(chosen)()
+    firsts, prefills, differing = [], [], 0
+    for _ in range(WAKES[chosen.kind]):
+        sleeper.managed.sleep(level)
+        firsts.append(seconds(chosen.device, sleeper.first))
+        differing += not torch.equal(sleeper.answer(), expected)
+        prefills.append(seconds(chosen.device, sleeper.first))
+    return {
+        "first token after waking, s": firsts,
+        "prefill, s": prefills,
+        "weights over the link, s": [link],
+        "first token / max(prefill, link)": [
+            first / max(prefill, link) for first, prefill in zip(firsts, prefills, strict=True)
+        ],
+        "answers that differ": [float(differing)],
+    }
+
+
+class Sleeper:
+    """A managed model that sleeps, and its prompt. `weights`: bytes."""
+
+    def __init__(self, chosen: Options, config: Any) -> None:
+        self._chosen = chosen
+        ballonet.install(unlimited(chosen), host_budget=unlimited(chosen), page_size=layer_page_size(chosen))
+        self._model = build(config, chosen.device)
+        self.weights = sum(weight.nbytes for weight in self._model.parameters())
+        self.managed = ballonet.manage(self._model)
+        self._prompt = torch.randint(2, 190, (1, PROMPT[chosen.kind]), device=chosen.device)
+
+    def first(self) -> None:
+        """Computes the first token."""
+        with torch.no_grad():
+            self._model(self._prompt, use_cache=False, logits_to_keep=1)
+
+    def answer(self) -> torch.Tensor:
+        return answer(self._chosen, self._model, self._prompt)
+
+    def emptied(self) -> int:
+        """Bytes of the device in use while the model sleeps, of which none are its own, as `report` says."""
+        self.managed.sleep()
+        assert self.managed.report().pages == 0
+        empty = on_device(self._chosen)
+        self.managed.wake()
+        return empty
 
 
 def on_device(chosen: Options) -> int:
@@ -208,7 +240,11 @@ class Sync:
         return 0 if self._managed is None else len(self._managed.report().unmanaged_tensors)
 
 
-BENCHMARKS = {"sleep": Benchmark(sleeping, functions), "sync": Benchmark(syncing, functions)}
+BENCHMARKS = {
+    "sleep": Benchmark(sleeping, functions),
+    "wake": Benchmark(waking, functions),
+    "sync": Benchmark(syncing, functions),
+}
 
 if __name__ == "__main__":
     main(__doc__, BENCHMARKS)

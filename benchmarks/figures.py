@@ -30,14 +30,14 @@ PROGRAMS = {  # benchmarks/bench_NAME.py, and what it measures
     "batch_attention": ("batch-attention",),
     "images": ("images",),
     "peak": ("peak",),
-    "sleep": ("sleep", "sync"),
+    "sleep": ("sleep", "wake", "sync"),
     "slo": ("slo",),
     "tenants": ("tenants",),
     "replicas": ("replicas",),
 }
 ORDER = (  # of the tables of a machine
     *("streaming", "speed", "decode", "prefill", "kv-growth", "calls", "oom", "context", "shrink", "peak", "prefix"),
-    *("hit-rate", "serve", "serve-plain", "batch-attention", "slo", "tenants", "replicas", "sleep", "sync"),
+    *("hit-rate", "serve", "serve-plain", "batch-attention", "slo", "tenants", "replicas", "sleep", "wake", "sync"),
     "images",
 )
 OMITTED = {  # columns that only the stored results have

@@ -69,7 +69,7 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-pressure": Part(
-        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix", "sleep", "sync", "images"),
+        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix", "sleep", "wake", "sync", "images"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
@@ -109,7 +109,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "remap": Part(
         tests=("tests/gpu/test_remap_*.py",),
-        benchmarks=("slo", "sleep", "sync"),
+        benchmarks=("slo", "sleep", "wake", "sync"),
     ),
     "balloon": Part(
         tests=("tests/gpu/test_balloon_*.py",),

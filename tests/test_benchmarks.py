@@ -30,7 +30,7 @@ PLAYED = ("prefix", "slo", "serve-plain")
 # In this process, one peer after the other: each process of its own would load transformers anew.
 INSIDE = (
     *("oom", "context", "shrink", "decode", "kv-growth", "prefill", "peak"),
-    *("calls", "streaming", "serve", "sleep", "sync", "images"),
+    *("calls", "streaming", "serve", "sleep", "wake", "sync", "images"),
 )
 FORKED = ("speed",)  # in this process, with a fork for each peer
 ALONE = ("batch-attention", "hit-rate", "replicas", "tenants")  # without peers

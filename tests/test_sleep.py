@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import DriverError, ManageError, ModelInUse
+from ballonet.allocator.errors import DriverError, ManageError, ModelInUse, PoolExhausted
 from ballonet.hooks.managed import weights_of
+from ballonet.hooks.weights.ranges import is_away
 from ballonet.offload.residency.mover import Mover
+from ballonet.offload.residency.ring import OwnSlots, StreamedLayer
 
 from . import models
 from .pool import bytes_that_exist, installing
@@ -198,6 +200,70 @@ def test_layers_come_back_once_each_and_in_the_forward_that_wakes(loaded: Any) -
         answer(loaded, 1)
         assert not ring.own.layers
         assert ring.copied - before == layers, "their pages went to their own addresses"
+
+
+def test_slots_of_layers_that_come_back_open_one_layer_ahead_of_the_pass(loaded: Any) -> None:
+    opened = list[tuple[int, ...]]()
+    with ballonet.manage(loaded) as managed:
+        answer(loaded)
+        managed.sleep()
+        ring = weights_of(managed).ring
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(lambda *_: opened.append(ring.own.layers))
+            for layer in loaded.model.layers
+        ]
+        answer(loaded, 1)
+        assert opened == [(0, 1), (0, 1, 2), (0, 1, 2)]
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_layer_for_which_no_page_is_left_is_read_on_the_host_and_streams_from_then_on(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = answer(loaded)
+    open_slot = OwnSlots.open
+
+    def open_but_one(slots: OwnSlots, streamed: StreamedLayer) -> Any:
+        if streamed.layer == 1:
+            slots.coming.pop(1).close()
+            raise PoolExhausted("none left")
+        return open_slot(slots, streamed)
+
+    with ballonet.manage(loaded) as managed:
+        managed.sleep()
+        monkeypatch.setattr(OwnSlots, "open", open_but_one)
+        answer(loaded, 1)
+        assert weights_of(managed).ring.own.layers == (0, 2)
+        assert torch.equal(answer(loaded), stock)
+        assert managed.report().streamed == (1,)
+
+
+def resident_rest(managed: ballonet.Managed) -> bool:
+    """Does all that lies outside of layers lie on the device?"""
+    return not any(is_away(part.range) for part in weights_of(managed).parts(None))
+
+
+@pytest.mark.parametrize("rows", [1, None], ids=["one row", "all rows"])
+def test_embeddings_and_head_come_back_late_where_few_rows_of_them_are_read(loaded: Any, rows: int | None) -> None:
+    tokens = models.prompts(2, 7)["input_ids"]
+    with torch.no_grad(), ballonet.manage(loaded) as managed:
+        wanted = loaded(tokens, logits_to_keep=rows or 0).logits
+        managed.sleep()
+        assert torch.equal(loaded(tokens, logits_to_keep=rows or 0).logits, wanted)
+        assert resident_rest(managed) == (rows is None)
+        assert managed.asleep == 0
+        assert torch.equal(loaded(tokens, logits_to_keep=rows or 0).logits, wanted)
+        assert resident_rest(managed)
+
+
+def test_what_else_lies_outside_of_layers_comes_back_first(loaded: Any) -> None:
+    """A tower of images reads all of its weights many times in a forward."""
+    loaded.model.tower = torch.nn.Linear(64, 64)
+    with torch.no_grad(), ballonet.manage(loaded) as managed:
+        managed.sleep()
+        loaded(models.prompts(2, 7)["input_ids"], logits_to_keep=1)
+        assert resident_rest(managed)
 
 
 def test_without_room_on_the_host_it_is_refused_with_the_numbers_and_nothing_changes(

@@ -96,13 +96,13 @@ class Arrangement:
     def read_in_place(self) -> int:
         """Pages of layers that are on the host and have no slot: each forward reads them there."""
         ring = self._weights.ring
-        slotted = {layer for layer in ring.streamed if ring.slot(layer) is not None}.union(ring.back)
+        slotted = {layer for layer in ring.streamed if ring.slot(layer) is not None}.union(ring.own.back)
         return sum(self.pages[layer] for layer in self._weights.on_host() if layer not in slotted)
 
     def has_arranged(self, plan: Plan) -> bool:
         """Is there nothing to do for `plan`? What the core took of layers that it has on the device is read in place
         until then."""
-        return plan == self.plan and not self._weights.ring.back and not self.read_in_place
+        return plan == self.plan and not self._weights.ring.own.back and not self.read_in_place
 
     def drop(self, layers: Collection[int]) -> None:
         """Drops these layers too, all or none; their backings are ready. After a failure, layers that have left the
@@ -152,7 +152,7 @@ class Arrangement:
 
     def entry(self, layer: int) -> list[Any]:
         """The parts of a resident layer for `Device.publish`; none where it has not come back yet."""
-        if layer in self._weights.ring.coming:
+        if layer in self._weights.ring.own.coming:
             return []
         return self._weights.ring.own.offer(layer) or [
             (part.range, first, count, part.backing.pages, first, [])
@@ -165,7 +165,7 @@ class Arrangement:
         [Host copies of returned layers]."""
         own = self._weights.ring.own
         if torch.is_grad_enabled():
-            return tuple(sorted(self._weights.ring.back))
+            return tuple(sorted(self._weights.ring.own.back))
         layers = own.layers
         if not layers or not scarce:
             return layers
@@ -206,7 +206,7 @@ class Arrangement:
         ring = self._weights.ring
         layers = [on_host for layer in (*ring.streamed, *ring.own.layers) if (on_host := ring.layer(layer)) is not None]
         streamed = layers[: len(ring.streamed)]
-        planned = [its for its in streamed if its.layer not in self.dropped and its.layer not in ring.coming]
+        planned = [its for its in streamed if its.layer not in self.dropped and its.layer not in ring.own.coming]
         self._plan_of(tuple(its.layer for its in planned), tuple(its.slot for its in planned))
         model = self._model()
         modules = () if model is None else decoder_layers(model)

@@ -296,11 +296,8 @@ class ModelResidency:
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
-            if (
-                (back := self._weights.ring.back)
-                and not self.captured.runs_on_this_thread
-                and not self._turns.sections
-            ):
+            back = self._weights.ring.own.back
+            if back and not self.captured.runs_on_this_thread and not self._turns.sections:
                 self._make_resident(sorted(back))
 
     def _measure_link(self) -> None:

@@ -7,7 +7,9 @@ Note [Asleep]
     and a forward that cannot wake the model, as another one runs it, is slow and right.
 
 Note [Waking]
-    What lies outside of layers comes back first. Each layer that was resident gets a slot of its own, which is filled
+    What lies outside of layers comes back first, unless it is embeddings and a head alone, of which the forward that
+    wakes the model reads few rows: these it reads on the host, as fast as the link would bring them, and they come back
+    with the next forward. Each layer that was resident gets a slot of its own, which is filled
     while the layers before it compute, as for layers that have come back from the host (ring.py, Note [Starting and
     stopping to stream]): the first token comes as late as the slower of its prefill and the link. The pages of the
     slots go to the layers' own addresses before the next forward, without a second copy where nobody can have written
@@ -36,7 +38,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -49,12 +51,12 @@ from ...offload.manager.client import PageClient
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.plan import Fewest, Plan
 from ...offload.policy.reclaim_order import Level
-from ...offload.residency.ring import StreamedLayer, bring_back, live
+from ...offload.residency.ring import LayerPart, StreamedLayer, bring_back, live
 from ..device.references import Interpreter
 from ..device.shared import reserve
 from ..weights.model_parts import TensorMember, held
 from ..weights.moving import tenants_of
-from ..weights.ranges import Weights, host_pages_left
+from ..weights.ranges import Weights, host_pages_left, is_away
 from .bound import Bound
 from .model_residency import ModelResidency
 
@@ -76,7 +78,8 @@ Places = Mapping[int, Iterable["tuple[TensorEntry, FileSpan]"]]  # id of a tenso
 
 
 class Sleep:
-    """Puts one model to sleep and wakes it, while no forward of it runs. `level`: 0 while it is awake."""
+    """Puts one model to sleep and wakes it, while no forward of it runs. `level`: 0 while it is awake. `pending`: is
+    there anything to bring back?"""
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Sleep:
         """`caches`: of its batches, with the numbers that the manager gave them. `touched` is called, once in a sleep,
         where somebody may write to a weight: see Note [Has anybody looked?]."""
         self.level = 0
+        self.pending = False
         self._name = type(model).__name__
         self._model = weakref.ref(model)
         self._weights = weights
@@ -99,7 +103,7 @@ class Sleep:
         self._batches = caches
         self._interpreter = interpreter
         self._plan = Plan(())  # of the time before
-        self._rest: list[StreamedLayer] = []  # the ranges of weights outside of layers, those that have left
+        self._rows_only = False  # are there but embeddings and a head outside of layers?
         self._shown: Bound | None = None  # the dictionaries of their modules
         self._touched = touched
         self._looked = False  # was it called?
@@ -132,7 +136,8 @@ class Sleep:
                 from ..weights.files import possible_places  # imports transformers
 
                 arrangement.plainly(lambda: places.update(possible_places(model)))
-            self.level, self._looked = level, False
+            self._rows_only = self._has_rows_only(model)
+            self.level, self.pending, self._looked = level, True, False
             try:
                 self._manager.retreat(self._caches)
                 residency.stop()
@@ -149,20 +154,21 @@ class Sleep:
                 self._weights.backings.unregister_files()
         self._weights.device.trim()
 
-    def end(self) -> None:
-        """Wakes up. PoolExhausted where the device has not even room for the least that the model needs, ManageError
-        where addresses cannot be exchanged now, WeightsFileChanged, DriverError: it sleeps on then. Idempotent."""
+    def end(self, call: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Wakes up. `call`: the keywords of the forward for which it does: see Note [Waking]. PoolExhausted where the
+        device has not even room for the least that the model needs, ManageError where addresses cannot be exchanged
+        now, WeightsFileChanged, DriverError: it sleeps on then. Idempotent."""
         residency = self._residency
         with residency.captured.lock, residency.streaming.revealing:
             if not self.level:
+                with suppress(PoolExhausted, ManageError):  # what is read on the host is right there
+                    self._bring_rest()
                 return
             self._weights.backings.register_files()
-            self._make_room()
+            self._make_room(self._plan.device_pages + sum(left.pages for left in self._rest))
             self._unbind()
-            transfer = Transfer(self._weights.device)
-            while self._rest:
-                bring_back(self._weights.device, self._weights.group, transfer, self._rest[-1])
-                self._rest.pop()
+            later = self._rows_only and _reads_few_rows(call, self._weights.plans.rows)
+            self._bring_rest(hidden=later)
             self._arrange()
             residency.resume()
             self.level = 0
@@ -179,8 +185,7 @@ class Sleep:
     def close(self) -> None:
         """Ends the sleep with the weights where they are, as the model is managed no more: see `show`."""
         self._unbind()
-        self._rest.clear()
-        self.level = 0
+        self.level, self.pending = 0, False
 
     def _unbind(self) -> None:
         """Gives modules plain dictionaries again, but for those of layers."""
@@ -216,9 +221,7 @@ class Sleep:
         """Moves all other weights off the device."""
         transfer = Transfer(self._weights.device)
         for part in self._weights.parts(None):
-            left = StreamedLayer(-1, 0, (replace(part, offset=0),))
-            left.leave(transfer)
-            self._rest.append(left)
+            _alone(part).leave(transfer)
         ids = {id(tensor) for tensors in self._lying(model, (None,)).values() for tensor in tensors}
         shown = self._shown = Bound(model, ids, self._asked, self._interpreter)
         alone = shown.unheld() and all(bound.unheld() for bound in self._residency.streaming.bound.values())
@@ -277,10 +280,32 @@ class Sleep:
 
     # -- waking
 
-    def _make_room(self) -> None:
-        """Has others give what the model had before, or as much as they can."""
+    @property
+    def _rest(self) -> list[StreamedLayer]:
+        """The ranges of weights outside of layers, those that are on the host."""
+        return [_alone(part) for part in self._weights.parts(None) if is_away(part.range)]
+
+    def _bring_rest(self, hidden: bool = False) -> None:
+        """Brings weights outside of layers back, all or those whose bytes are `hidden` in a file. Raises as `end`."""
+        transfer, rest = Transfer(self._weights.device), self._rest
+        self._make_room(sum(left.pages for left in rest))
+        for left in rest:
+            if left.hidden or not hidden:
+                bring_back(self._weights.device, self._weights.group, transfer, left)
+        self.pending = hidden and not all(left.hidden for left in rest)
+
+    def _has_rows_only(self, model: nn.Module) -> bool:
+        """Are embeddings and the head all that lies outside of layers, but for small tensors?"""
+        ends = set[int]()
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            with suppress(AttributeError, NotImplementedError):  # of modules of other kinds
+                ends.update(map(id, getattr(model, name)().parameters()))
+        rest = [tensor for tensors in self._lying(model, (None,)).values() for tensor in tensors]
+        return all(id(tensor) in ends or tensor.nbytes < self._weights.device.page_size for tensor in rest)
+
+    def _make_room(self, needed: int) -> None:
+        """Has others give so many pages, or as many as they can."""
         device = self._weights.device
-        needed = self._plan.device_pages + sum(left.pages for left in self._rest)
         reserve(device, lack := max(0, needed - device.available))
         if lack:
             self._manager.levels.make_room(lack, Level.LAST_WEIGHTS)
@@ -301,6 +326,18 @@ class Sleep:
             with suppress(PoolExhausted):  # the layers are read in place until the manager finds room
                 arrangement.leave(())
         residency.settling = True
+
+
+def _alone(part: LayerPart) -> StreamedLayer:
+    """A range of weights outside of layers, as something that streams."""
+    return StreamedLayer(-1, 0, (replace(part, offset=0),))
+
+
+def _reads_few_rows(call: Mapping[str, Any], rows: int) -> bool:
+    """Does a forward with these keywords compute logits of no more tokens of each sequence than `rows`?"""
+    kept = call.get("logits_to_keep")
+    number = kept.numel() if isinstance(kept, torch.Tensor) else kept
+    return isinstance(number, int) and 0 < number <= rows and not torch.is_grad_enabled()
 
 
 def _asks_for_facts(frame: FrameType | None) -> bool:

@@ -520,7 +520,7 @@ class Weights:
 
     def away(self) -> tuple[int, ...]:
         """The layers that have no device pages of their own."""
-        back = self.ring.back
+        back = self.ring.own.back
         return tuple(layer for layer in self.on_host() if layer not in back)
 
     def on_host(self) -> tuple[int, ...]:

@@ -20,11 +20,12 @@ Note [Starting and stopping to stream]
     Which layers stream changes between passes (`arrange`). A layer that starts to stream gives its pages first and the
     slots are made of what is free then: where memory is short there may be no other. A layer that stops stays on the
     host and gets a slot of its own: a pass opens the slot of one layer while the one before computes, and the
-    background maps pages of the one after, so that a first token waits for no page table. So its weights go to the host once, however often it starts and stops; what is
-    written meanwhile is written on the host and copied to the slot as to any other, and its addresses are not touched.
-    The core may take an own slot as it takes a resident layer, and need not copy anything for it. Only `make_resident`
-    makes a layer resident again, which gives up the copy on the host: the pages of its slot come to its addresses in
-    one step. A failure leaves every layer resident or on the host, and the ring usable: `streamed` is right.
+    background maps pages of the one after, so that a first token waits for no page table. So its weights go to the host
+    once, however often it starts and stops; what is written meanwhile is written on the host and copied to the slot as
+    to any other, and its addresses are not touched. The core may take an own slot as it takes a resident layer, and
+    need not copy anything for it. Only `make_resident` makes a layer resident again, which gives up the copy on the
+    host: the pages of its slot come to its addresses in one step. A failure leaves every layer resident or on the host,
+    and the ring usable: `streamed` is right.
 """
 
 from __future__ import annotations
@@ -157,8 +158,14 @@ class OwnSlots:
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[StreamedLayer, Slot[int]]] = {}
+        self.coming: dict[int, Range] = {}  # layers that come, in their order -> addresses, without pages yet
 
     # -- on any thread
+
+    @property
+    def back(self) -> frozenset[int]:
+        """The layers that have such a slot, or come."""
+        return frozenset((*self.layers, *self.coming))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -201,9 +208,22 @@ class OwnSlots:
         """The layer and its slot, None where it has none."""
         return self._slots.get(layer)
 
-    def add(self, streamed: StreamedLayer, opened: Range) -> None:
-        """Adds a slot of these pages for the layer; it is filled when a pass begins."""
-        self._slots[streamed.layer] = streamed, Slot(opened, [streamed.layer])
+    def open(self, streamed: StreamedLayer) -> Slot[int]:
+        """Opens the slot of a layer that comes; it is to be filled. PoolExhausted, DriverError: it comes no more."""
+        opened = self.coming.pop(streamed.layer)
+        try:
+            opened.map(0, opened.pieces)
+        except BaseException:
+            opened.close()
+            raise
+        slot = Slot(opened, [streamed.layer])
+        self._slots[streamed.layer] = streamed, slot
+        return slot
+
+    def forget_coming(self) -> None:
+        """Has no layer come any more."""
+        while self.coming:
+            self.coming.popitem()[1].close()
 
     def remove(self, layers: Collection[int] | None = None) -> Iterable[StreamedLayer]:
         """Closes the slots of these layers, with None of all, and returns those that had one, one after the other. They
@@ -251,7 +271,6 @@ class Ring:
         self.shared = SharedSlots(device, group)
         self._layers: dict[int, StreamedLayer] = {}  # those that stream
         self.own = OwnSlots()  # of those that have stopped streaming
-        self._coming: dict[int, Range] = {}  # in the order of layers; ranges without pages
         self.opened: Callable[[int], None] = lambda layer: None  # is told that a pass has opened a layer's own slot
         self._runs: Callable[[int], bool] = lambda layer: True
 
@@ -275,16 +294,6 @@ class Ring:
         """The layers that stream, ascending."""
         return tuple(sorted(self._layers))
 
-    @property
-    def coming(self) -> tuple[int, ...]:
-        """The layers that come, ascending. On any thread."""
-        return tuple(self._coming)
-
-    @property
-    def back(self) -> frozenset[int]:
-        """The layers that stay on the host and have their own slots, or come. On any thread."""
-        return frozenset((*self.own.layers, *self._coming))
-
     def layer(self, layer: int) -> StreamedLayer | None:
         """A layer that streams or has an own slot; None for others."""
         entry = self._layers.get(layer) or self.own.get(layer)
@@ -297,7 +306,7 @@ class Ring:
         if streamed is None:
             own = self.own.get(layer)
             return own and own[1]
-        if layer in self._coming:
+        if layer in self.own.coming:
             return None
         slots = self.shared.slots
         if streamed.slot < len(slots) and streamed.pages <= (slot := slots[streamed.slot]).range.backed:
@@ -312,7 +321,7 @@ class Ring:
         stopping to stream]. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged,
         DriverError."""
         wanted, coming = ({member.layer: member for member in given} for given in (layers, others))
-        self._forget_coming()
+        self.own.forget_coming()
         self._close_own({*wanted, *coming, *(member.layer for member, _ in self.own.members if not member.whole)})
         self._layers.update({layer: wanted[layer] for layer in wanted.keys() & self._layers.keys()})
         try:
@@ -327,7 +336,7 @@ class Ring:
             self.shared.shrink(len(slot_pages))  # their pages serve layers that stop streaming
             for layer in sorted(coming):
                 pages = self._layers[layer].pages
-                self._coming[layer] = self._device.reserve(pages * self._device.page_size, "weights", self._group)
+                self.own.coming[layer] = self._device.reserve(pages * self._device.page_size, "weights", self._group)
         finally:
             self._share()
 
@@ -351,35 +360,17 @@ class Ring:
     def bring(self, layer: int, stream: int) -> None:
         """Opens the own slots of a layer that `stream` is about to reach and of the next one, of those that come, and
         starts their copies. A layer for which there are no pages is read on the host. DriverError."""
-        if not self._coming:
+        if not (coming := self.own.coming):
             return
-        following = next((other for other in self._coming if other > layer and self._runs(other)), None)
-        for member in (layer, following):
-            if member is not None and member in self._coming:
+        for member in layer, _following(coming, layer, self._runs):
+            if member in coming:
                 with suppress(PoolExhausted):
-                    slot = self._open(member)
+                    slot = self.own.open(self._layers[member])
+                    del self._layers[member]
                     self.opened(member)
                     self._filler.fill(self, slot, member, stream)
-        if (after := next((other for other in self._coming if other > layer and self._runs(other)), None)) is not None:
-            self._coming[after].map_ahead(0, self._coming[after].pieces)
-
-    def _open(self, layer: int) -> Slot[int]:
-        """Opens the own slot of a layer that comes. PoolExhausted, DriverError: it has none then, and streams."""
-        opened = self._coming.pop(layer)
-        try:
-            opened.map(0, opened.pieces)
-        except BaseException:
-            opened.close()
-            raise
-        self.own.add(self._layers.pop(layer), opened)
-        entry = self.own.get(layer)
-        assert entry is not None
-        return entry[1]
-
-    def _forget_coming(self) -> None:
-        """Has layers that come stream without slots."""
-        while self._coming:
-            self._coming.popitem()[1].close()
+        if (after := _following(coming, layer, self._runs)) in coming:
+            coming[after].map_ahead(0, coming[after].pieces)
 
     def enter(self, layer: int, stream: int) -> Range | None:
         """Has `stream` wait for the layer's slot, before it computes, and returns the slot's range; None where it has
@@ -452,8 +443,9 @@ class Ring:
         """Makes a layer resident that has its own slot or comes, and gives up its copy on the host. No tensor lies over
         a slot. `unchanged`: is the layer what it was when it was copied to its slot? PoolExhausted; ManageError where
         addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
-        if layer in self._coming:
-            self._open(layer)
+        if layer in self.own.coming:
+            self.own.open(self._layers[layer])
+            del self._layers[layer]
         entry = self.own.get(layer)
         assert entry is not None
         streamed, slot = entry
@@ -480,14 +472,14 @@ class Ring:
 
     def close(self) -> None:
         """Gives all slots back. No layer streams any more; those on the host stay there."""
-        self._forget_coming()
+        self.own.forget_coming()
         self._close_own()
         self._layers.clear()
         self.shared.shrink(0)
 
     def release_layers(self) -> None:
         """Ends streaming; layer indices may change after this. The shared slots stay."""
-        self._forget_coming()
+        self.own.forget_coming()
         self._close_own()
         self._layers.clear()
         self._share()
@@ -520,6 +512,11 @@ class Ring:
 
     def filling(self, member: int, slot: Slot[int]) -> None:
         self.loading(member, member == slot.turns[0])
+
+
+def _following(coming: Iterable[int], layer: int, runs: Callable[[int], bool]) -> int:
+    """The next layer after `layer` that comes and runs; -1 where there is none."""
+    return next((other for other in coming if other > layer and runs(other)), -1)
 
 
 def bring_back(device: Device, group: Group, transfer: Transfer, streamed: StreamedLayer) -> None:
