@@ -44,6 +44,7 @@ LAYERS = {"cuda": 32, "cpu": 8, "tiny": 2}
 ROUNDS = {"cuda": 500, "cpu": 500, "tiny": 6}  # of sleep and wake, at each level
 WAKES = {"cuda": 50, "cpu": 10, "tiny": 3}  # of a whole model, at each level
 SYNCS = {"cuda": 200, "cpu": 200, "tiny": 6}
+TURNS = {"cuda": 5, "cpu": 10, "tiny": 2}  # in which the peers do them
 PROMPT = {"cuda": 4096, "cpu": 512, "tiny": 32}  # tokens
 NEW = {"cuda": 16, "cpu": 4, "tiny": 2}  # tokens of an answer
 ROLLOUT = {"cuda": 256, "cpu": 16, "tiny": 2}  # tokens of a step between two syncs: RL writes whole answers
@@ -76,7 +77,7 @@ def by_level(chosen: Options, title: str, limits: Mapping[str, float]) -> None:
 
 def syncing(chosen: Options) -> None:
     with peers(chosen, (STOCK, OURS)) as started:
-        took = in_turns(started, chosen.repetitions, "sync")
+        took = in_turns(started, TURNS[chosen.kind], "sync")
         copies = Figure.of([started[OURS].ask("copy")])
         outside = Figure.of([float(started[OURS].ask("outside"))]).at_most(0)
     rows = []
@@ -213,8 +214,8 @@ class Sync:
         return {"sync": self.sync, "copy": self.copy, "outside": self.outside}
 
     def sync(self) -> float:
-        """Seconds of a step, of many."""
-        rounds = SYNCS[self._chosen.kind]
+        """Seconds of a step, of those of one turn."""
+        rounds = SYNCS[self._chosen.kind] // TURNS[self._chosen.kind]
 
         def steps() -> None:
             for _ in range(rounds):
