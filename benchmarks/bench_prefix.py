@@ -254,7 +254,7 @@ def measure(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
             "trace": name,
             "requests": len(trace),
             "blocks stored, at most": size,
-            "hit rate": Figure.of([hits(trace, size, Density()).hit_rate]).at_least(round(recency, 4)),
+            "hit rate": Figure.of([hits(trace, size, Density()).hit_rate]).at_least(recency),
             "least recently used": Figure.of([recency]),
             "future known": Figure.of([hits(trace, size, Foresight(trace)).hit_rate]),
             "without a limit": unlimited,
