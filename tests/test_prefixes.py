@@ -287,8 +287,8 @@ def talks(seed: int, count: int = 150) -> list[list[Hashable]]:
     return [keys for _, keys in sorted(turns, key=lambda turn: turn[0])]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("room", [40, 150, 400])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("room", [40, 150])
 def test_conversations_that_are_all_alike_find_what_least_recently_used_does(seed: int, room: int) -> None:
     trace = talks(seed)
     assert replay(trace, room, Density()) >= replay(trace, room, Recency()) > 0
