@@ -104,19 +104,17 @@ class _Past:
         self.kept = False
 
     def end_match(self) -> None:
-        if self.match is not None:
-            self.match.match = self.match = None
-
-
-OCTAVES = 48  # of ages
+        if (other := self.match) is not None:
+            other.match = self.match = None
 
 
 class Ages:
-    """The ages at which blocks of a kind returned, and uses, whether they were followed by another or not."""
+    """The ages at which blocks of a kind returned, and uses, whether followed by another or not. `octaves`: of ages;
+    what is older counts for the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, octaves: int) -> None:
         self.uses = 0.0
-        self.returned = [0.0] * OCTAVES
+        self.returned = [0.0] * octaves
         self._densities: list[float] = []
 
     def halve(self) -> None:
@@ -136,7 +134,7 @@ class Ages:
     def density(self, age: int) -> float:
         """Hits to come for each block and time, of a block of this age. Between middles of octaves on a line."""
         whole, part = divmod(max(0.0, log2(max(age, 1)) - 0.5), 1)
-        low = min(int(whole), OCTAVES - 2)
+        low = min(int(whole), len(self._densities) - 2)
         return self._densities[low] * (1 - part) + self._densities[low + 1] * part
 
 
@@ -162,7 +160,7 @@ class Density:
         self._stored: dict[Hashable, _Past] = {}
         self._gone: OrderedDict[Hashable, _Past] = OrderedDict()
         self._kinds: dict[Hashable, Ages] = {}
-        self._every = Ages()
+        self._every = Ages(tuning.octaves)
         self._right = self._wrong = 0.0  # what was learned, in matches with the least recently used
 
     def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> tuple[Hashable, int]:
@@ -207,14 +205,14 @@ class Density:
         past.at = self._clock
         past.kind = min(past.uses, self._tuning.often) if past.uses > 1 else first
         if past.kind not in self._kinds:
-            self._kinds[past.kind] = Ages()
+            self._kinds[past.kind] = Ages(self._tuning.octaves)
             self._due = 0
         self._kinds[past.kind].uses += 1
         self._every.uses += 1
         return past.kind, past.at
 
     def _return(self, past: _Past) -> None:
-        octave = min(max(self._clock - past.at, 1).bit_length(), OCTAVES) - 1
+        octave = min(max(self._clock - past.at, 1).bit_length(), self._tuning.octaves) - 1
         self._kinds[past.kind].returned[octave] += 1
         self._every.returned[octave] += 1
         if sum(self._every.returned) >= self._tuning.learned:

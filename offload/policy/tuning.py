@@ -240,6 +240,8 @@ class BlockDensity:
     remembered: int = 4
     # Uses that every kind of block starts with, which returned as those of all kinds.
     prior: float = 16.0
+    # Octaves of ages, in blocks stored, that are told apart: more than any process stores.
+    octaves: int = 48
     # Uses of a block from which on another request than this one and the one that stored it had it: two are those.
     shared: int = 3
     # Uses from which on they are not told apart.
