@@ -332,6 +332,20 @@ def test_counts_of_long_ago_weigh_less() -> None:
     assert policy._every.uses <= 11
 
 
+def test_a_prompt_that_returns_stays_once_it_was_lost_a_few_times() -> None:
+    """Blocks asked for once drive it out until that has been seen often enough, and never again."""
+    index, matched = Index(30), []
+    hot = [("hot", block) for block in range(4)]
+    for turn in range(40):
+        matched.append(index.match(hot))
+        for keys in [hot, *([(turn, prompt, block) for block in range(6)] for prompt in range(5))]:
+            index.insert(keys, turn)
+            index.evict(index.excess())
+    lost = matched.count(0)
+    assert matched == [0] * lost + [4] * (40 - lost)
+    assert 1 < lost < 20
+
+
 def test_uses_of_evicted_blocks_are_remembered() -> None:
     policy = Density()
     index = Index(10, policy)

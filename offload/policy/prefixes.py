@@ -213,8 +213,8 @@ class Density:
 
     def _return(self, past: _Past) -> None:
         octave = min(max(self._clock - past.at, 1).bit_length(), self._tuning.octaves) - 1
-        self._kinds[past.kind].returned[octave] += 1
-        self._every.returned[octave] += 1
+        for kind in (self._kinds[past.kind], self._every):
+            kind.returned[octave] += 1
         if sum(self._every.returned) >= self._tuning.learned:
             for kind in (self._every, *self._kinds.values()):
                 kind.halve()
