@@ -21,9 +21,9 @@ HEADER = """\
 
 Each stands for a kind: memory with two owners or with none, a change that is half undone, bytes of another owner, what
 a GPU needs (a fence, a wait, a `record_stream`, a lease, a rule of captures), or for a row of `test_rows.py`: what a
-paper claims, done otherwise. `make mutants` plants it in a copy of the project; a test that passes without it has to fail with it. A bug is a patch,
-`AREA/NAME.patch`; `patches.py` has the format. Those of `simgpu` are tested on the simulated device
-([tests/simgpu](../simgpu/README.md)). `python tests/mutants/run.py --table` writes this file.
+paper claims, done otherwise. `make mutants` plants it in a copy of the project; a test that passes without it has to
+fail with it. A bug is a patch, `AREA/NAME.patch`; `patches.py` has the format. Those of `simgpu` are tested on the
+simulated device ([tests/simgpu](../simgpu/README.md)). `python tests/mutants/run.py --table` writes this file.
 """
 COLUMNS = "| bug | what it makes wrong | killed by | how it shows |\n|---|---|---|---|\n"
 UNJUDGED = "not judged yet"
