@@ -46,7 +46,7 @@ LOADS = (
     ("2k-2k", 2048, 2048, 24, 48, (0.5, 1.0, 1.5)),
     ("32k-2k", 32768, 2048, 48, 16, (0.05, 0.1, 0.2)),
 )
-TINY_LOADS = (("64-16", 64, 16, 20 / 1024, 8, (20.0,)),)
+TINY_LOADS = (("64-16", 64, 16, 32 / 1024, 8, (20.0,)),)
 COLUMNS = ("paper", "what", "peer's", "ballonet's", "ballonet / peer")
 
 
@@ -109,7 +109,7 @@ def lending(chosen: Options) -> Iterator[tuple[Any, ...]]:
     talks, others, rate = (3, 4, 8.0) if chosen.tiny else (24, 40, 1.2)
     longest = 256 if chosen.tiny else 24_000
     asked = conversations(talks, rate, longest), poisson(others, rate / 3, 64, 8)
-    at = machine(chosen, 40 / 1024 if chosen.tiny else 44)
+    at = machine(chosen, 64 / 1024 if chosen.tiny else 44)
     sharing = batching(chosen, shared=True)
     split, fast = (run(tenants(chosen, *asked), at, policy, sharing)["models"] for policy in ("split", "fast"))
     yield row("SwiftCache", "conversations, P99 TTFT, s", split[0]["ttft_p99"], fast[0]["ttft_p99"], most=1.0)

@@ -134,6 +134,7 @@ the record: powers of two, phases apart, a 2 ms grid; conservative; a file that 
   gpu figure:slo
 phases: prefill and decode with intervals of their own
   bug policy/phases-share-a-time offload/record/record.py
+  cpu streaming/test_slo.py::test_prefill_and_decode_apart
   cpu test_tables.py::test_prefill_may_stream_more_than_decode
   cpu test_manager_slo.py::test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval
   gpu figure:slo
@@ -265,7 +266,7 @@ overload: layers are dropped where requests wait for memory, not where they wait
   cpu replicas/test_controller.py::test_burst_is_answered_by_a_drop_and_calm_by_a_restore
   gpu simulated:replicas
 exchange: each layer's KV comes to who holds it next, from one that has it
-  bug replicas/every-holder-sends hooks/replicas/kv_exchange.py
+  bug replicas/kv-that-is-there-is-sent hooks/replicas/kv_exchange.py
   cpu replicas/test_kv_exchange.py::test_every_layer_comes_to_who_gets_it_from_one_that_has_it
   cpu replicas/test_kv_exchange.py::test_tokens_stay_while_spans_change
   gpu gpu/test_replicas_links.py::test_two_replicas_answer_as_stock
