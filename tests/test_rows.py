@@ -133,8 +133,7 @@ the record: powers of two, phases apart, a 2 ms grid; conservative; a file that 
   cpu test_record.py::test_the_slo_is_listed_every_2_ms
   gpu figure:slo
 phases: prefill and decode with intervals of their own
-  bug policy/phases-share-a-time offload/record/record.py
-  cpu streaming/test_slo.py::test_prefill_and_decode_apart
+  bug policy/prompts-have-the-slo-of-tokens offload/manager/clients.py
   cpu test_tables.py::test_prefill_may_stream_more_than_decode
   cpu test_manager_slo.py::test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval
   gpu figure:slo
@@ -232,7 +231,7 @@ prefix reuse: what is stored is the same cache held by hand, to the bit
   bug prefix/dead-sequence-leaks hooks/prefix/index.py
   cpu prefix/test_lives.py::test_random_lives_have_the_tokens_of_stock prefix/test_sessions.py::test_a_session
   cpu prefix/test_trouble.py::test_threads_on_one_model
-  cpu test_prefixes.py::test_blocks_evicted_by_odds_are_leaves_nobody_pinned
+  cpu test_prefixes.py::test_blocks_evicted_by_density_are_leaves_nobody_pinned
   gpu gpu/test_prefix.py::test_conversations_while_pages_move figure:prefix
 # Serving
 batches: a request has stock's tokens however prompts are cut and blocks lie
