@@ -78,9 +78,9 @@ FLEETS = {
 }
 BURST_GPT, SHARE_GPT, LONG_BENCH = ("BurstGPT", 642, 262), ("ShareGPT", 1660, 373), ("LongBench", 5900, 499)
 MIXES = (
-    ("14B, 4 replicas", Mix(*BURST_GPT, rate=20.0, burst=2.0), 3.0),
-    ("14B, 4 replicas", Mix(*SHARE_GPT, rate=8.0, burst=2.5), 3.0),
-    ("14B, 4 replicas", Mix(*LONG_BENCH, rate=2.0, burst=3.0), 3.0),
+    ("14B, 4 replicas", Mix(*BURST_GPT, rate=9.0, burst=2.0), 3.0),
+    ("14B, 4 replicas", Mix(*SHARE_GPT, rate=4.0, burst=2.5), 3.0),
+    ("14B, 4 replicas", Mix(*LONG_BENCH, rate=2.0, burst=3.0), 1.5),
     ("13B, 8 replicas", Mix(*SHARE_GPT, rate=8.0, burst=2.5), 1.0),
     ("72B, 8 replicas", Mix(*SHARE_GPT, rate=16.0, burst=2.5), 1.0),
 )
