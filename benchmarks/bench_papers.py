@@ -6,9 +6,10 @@ best of the rates counts. The peer is transformers' own scheduler and cache, wit
 
 lending: two such models. One answers conversations, each turn of which begins with all that was said before; the other,
 the lender, gets a short prompt now and then. The peer is transformers' own scheduler and cache, with half of the memory
-for each model. Blocks of prompts that lie in the cache are not computed again, with either. The lender misses its limit:
-steps of the models take turns, and those of the other one read KV on the host. Of 73 s between the lender's tokens its
-own steps are 3 s, the other's computing is 14 s, and 57 s are the other's reads over the link.
+for each model. Blocks of prompts that lie in the cache are not computed again, with either. The lender misses its
+limits: models' steps take turns, and those of the other one read KV of its conversations on the host, whether new
+prompts may begin there or not. Of 73 s between the lender's tokens its own steps take 3 s, the other's computing 14 s,
+the other's reads over the link 57 s.
 
 host memory: bytes of weights that models have on the host, at SLOs of so many times what a token takes with all of them
 resident, on one link (Select-N §4.5). The peer gives each model an equal part of the link for good.

@@ -7,9 +7,9 @@ a step reads. 14B, prompts of code: replicas of one device, and short answers: c
 Prompts are those of the Azure code trace where it is given, else made ones with like lengths. The other rows are the
 workloads of KunServe §5.2: prompts and answers with the mean lengths of three data sets, which come so many times as
 fast for a quarter of two minutes, to dense models: 14B and 13B (which has many more KV heads) on replicas of one
-device, 72B on replicas of four. The gain is smaller the longer prompts are, as their pipelines have more bubbles: for
-the longest 40 % of a stage's time, so the limit there is 1.5. Costs are made up from the shapes and the devices' data sheets, and calibrated by
-nothing.
+device, 72B on replicas of four. With LongBench's prompts bubbles are 40 % of a pipeline's time (19 % with BurstGPT's,
+24 % with ShareGPT's), so less is asked of that row. Costs are made up from the shapes and the devices' data sheets, and
+calibrated by nothing.
 """
 
 from __future__ import annotations
