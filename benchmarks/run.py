@@ -75,7 +75,7 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-serving": Part(
-        benchmarks=("serve", "serve-plain", "batch-attention", "tenants", "replicas"),
+        benchmarks=("serve", "serve-plain", "batch-attention", "tenants", "replicas", "papers"),
         gpu=False,
         seconds=3600,
         step_seconds=3000,

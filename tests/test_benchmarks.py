@@ -33,7 +33,7 @@ INSIDE = (
     *("calls", "streaming", "serve", "sleep", "wake", "sync", "images"),
 )
 FORKED = ("speed",)  # in this process, with a fork for each peer
-ALONE = ("batch-attention", "hit-rate", "replicas", "tenants")  # without peers
+ALONE = ("batch-attention", "hit-rate", "replicas", "tenants", "papers")  # without peers
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ from ballonet.hooks.plan.machine import MachineSizes
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.virtual_replicas.costs import of_parts, read_costs
 from ballonet.hooks.virtual_replicas.fleet import Shape
-from ballonet.offload.policy.replicas.controller import replayed
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.replicas.protocol import Decision, Lost
 from ballonet.offload.policy.step_costs import Parts, Step
+
+from .virtual import replayed
 
 KEYS = {
     *("policy", "replicas", "requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50"),
