@@ -49,26 +49,28 @@ PROMPT = {"cuda": 4096, "cpu": 512, "tiny": 32}  # tokens
 NEW = {"cuda": 16, "cpu": 4, "tiny": 2}  # tokens of an answer
 ROLLOUT = {"cuda": 256, "cpu": 16, "tiny": 2}  # tokens of a step between two syncs: RL writes whole answers
 SETTLED = 4  # rounds before memory is compared
+PART = 20  # rounds that a peer is asked for at once
 
 
 def sleeping(chosen: Options) -> None:
     limits = {"left on the device, MiB": 0.0, "more memory, MiB": 4.0, "answers that differ": 0.0}
     title = f"{ROUNDS[chosen.kind]} rounds of sleep, {describe_few(chosen, LAYERS[chosen.kind])}"
-    by_level(chosen, title, limits)
+    by_level(chosen, title, limits, -(-ROUNDS[chosen.kind] // PART))
 
 
 def waking(chosen: Options) -> None:
     title = f"The first token after sleep, of {PROMPT[chosen.kind]}, {describe(chosen)}"
-    by_level(chosen, title, {"first token / max(prefill, link)": 1.1, "answers that differ": 0.0})
+    by_level(chosen, title, {"first token / max(prefill, link)": 1.1, "answers that differ": 0.0}, 1)
 
 
-def by_level(chosen: Options, title: str, limits: Mapping[str, float]) -> None:
-    """Reports what rounds at each level found, of what has a limit or is a measure of it."""
+def by_level(chosen: Options, title: str, limits: Mapping[str, float], parts: int) -> None:
+    """Reports what rounds at each level found by the last of so many parts."""
     rows = []
     for level in (1, 2):
         with peers(chosen, (OURS,), {OURS: environment(chosen)}) as started:
             row: dict[str, Any] = {"level": level}
-            for name, values in started[OURS].ask("rounds", level=level).items():
+            answers = [started[OURS].ask("rounds", level=level) for _ in range(parts)]
+            for name, values in answers[-1].items():
                 figure = Figure.of(values)
                 row[name] = figure.at_most(limits[name]) if name in limits else figure
             rows.append(row)
@@ -97,26 +99,33 @@ def syncing(chosen: Options) -> None:
 def functions(name: str, chosen: Options) -> Functions:
     if chosen.benchmark == "sync":
         return Sync(name, chosen).functions()
-    return {"rounds": partial(sleep if chosen.benchmark == "sleep" else wake, chosen)}
+    return {"rounds": Rounds(chosen).run if chosen.benchmark == "sleep" else partial(wake, chosen)}
 
 
-def sleep(chosen: Options, level: int) -> dict[str, list[float]]:
-    """What is left of a few layers of the model in many rounds at this level, and of their answers."""
-    sleeper = Sleeper(chosen, few(chosen, LAYERS[chosen.kind]))
-    expected = sleeper.answer()
-    empty = sleeper.emptied()
-    left, differing, memory = 0.0, 0, 0
-    for number in range(ROUNDS[chosen.kind]):
-        sleeper.managed.sleep(level)
-        left = max(left, (on_device(chosen) - empty) / MIB)
-        differing += not torch.equal(sleeper.answer(), expected)
-        if number == SETTLED:
-            memory = resident()
-    return {
-        "left on the device, MiB": [left],
-        "more memory, MiB": [(resident() - memory) / MIB],
-        "answers that differ": [float(differing)],
-    }
+class Rounds:
+    """Rounds of sleep of a few layers of the model, in the process of the peer, and what was found in all of them."""
+
+    def __init__(self, chosen: Options) -> None:
+        self._chosen = chosen
+        self._sleeper = Sleeper(chosen, few(chosen, LAYERS[chosen.kind]))
+        self._expected = self._sleeper.answer()
+        self._empty = self._sleeper.emptied()
+        self._left = self._memory = self._differing = self._done = 0
+
+    def run(self, level: int) -> dict[str, list[float]]:
+        """What was found by the end of one more part of the rounds."""
+        for _ in range(min(PART, ROUNDS[self._chosen.kind] - self._done)):
+            self._sleeper.managed.sleep(level)
+            self._left = max(self._left, on_device(self._chosen) - self._empty)
+            self._differing += not torch.equal(self._sleeper.answer(), self._expected)
+            self._done += 1
+            if self._done == SETTLED:
+                self._memory = resident()
+        return {
+            "left on the device, MiB": [self._left / MIB],
+            "more memory, MiB": [(resident() - self._memory) / MIB],
+            "answers that differ": [float(self._differing)],
+        }
 
 
 def wake(chosen: Options, level: int) -> dict[str, list[float]]:
