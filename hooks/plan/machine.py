@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,12 +128,15 @@ def costs_of(path: Path) -> Parts:
     return parts
 
 
-def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None) -> list[list[RecordedArrival]]:
+def dealt(
+    arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None, seed: int | None = None
+) -> list[list[RecordedArrival]]:
     """Returns the requests of each of so many models, dealt one by one; or, with `turn`, all requests of `turn` seconds
-    to one model, then to the next."""
+    to one model, then to the next. `seed`: whose is each is drawn, instead of the next model's."""
     queues: list[list[RecordedArrival]] = [[] for _ in range(models)]
     for number, arrival in enumerate(arrivals):
-        queues[(number if turn is None else int(arrival.at / turn)) % models].append(arrival)
+        deal = number if turn is None else int(arrival.at / turn)
+        queues[(deal if seed is None else random.Random(f"{seed} {deal}").randrange(models)) % models].append(arrival)
     return queues
 
 

@@ -399,9 +399,11 @@ class Serving:
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.
     idle: int = 64
-    # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
-    # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
+    # Where models are swapped for comparison, another's oldest request waits so many times what the copies take until
+    # the one that is there gets no new ones: a fifth of the time may go into swapping. After `turn` s its requests are
+    # suspended: a quarter of the 4 s to the first token that bench_tenants counts by. Chosen.
     swaps: float = 4.0
+    turn: float = 1.0
     # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
     # so many: a few seconds of a small model on a CPU. Chosen.
     sample: int = 24
