@@ -45,6 +45,7 @@ ABLATIONS: Final = (
 SLOS: Final = 4.0, 0.2  # seconds to the first token, and of each gap, that goodput counts by; no request asks for them
 ANSWERED = 0.99  # of the requests, by a peer that is compared
 SEEDS: Final = (1, 2, 3)
+FLOORS, PRESSURE = 2.0, 1.5  # the floor's P99 TTFT is so many s at most, and the best peer's so many times as long
 REQUESTS = 500
 RATES: Final = (0.4, 0.55, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5)  # times the speed of a setting
 SHRINK = 128
@@ -111,7 +112,7 @@ TINY: Final = (
 LENGTHS_MADE: Final = {"code": ((1200, 1.1, 7500), (16, 0.8, 300)), "chat": ((500, 1.0, 4000), (60, 0.8, 400))}
 COLUMNS = (
     *("setting", "policy", "answered", "kept", "TTFT P99, s", "gap P99, s", "tokens per second"),
-    *("kept / best", "tokens / best", "behind a peer", "over the floor / split's", "gap / floor's"),
+    *("kept / best", "tokens / best", "behind a peer", "over the floor / split's", "gap / floor's", "peer / floor"),
 )
 
 
@@ -301,7 +302,9 @@ def table(rows: Rows) -> Iterator[dict[str, Any]]:
         ]
         for policy in (FLOOR, *PEERS, OURS):
             if runs := [by_policy[policy] for by_policy in there if policy in by_policy]:
-                limits = judged(there, setting.link) if policy == OURS else {}
+                limits: Mapping[str, Figure | None] = {}
+                if policy in (OURS, FLOOR):
+                    limits = judged(there, setting.link) if policy == OURS else pressure(there)
                 yield row_of(setting, policy, runs, limits)
         pairs = [(it[OURS], it["recompute"]) for it in there if {OURS, "recompute"} <= it.keys()]
         if setting.link == 450 and pairs and not any("error" in row for pair in pairs for row in pair):
@@ -375,6 +378,19 @@ def judged(seeds: Sequence[Mapping[str, dict[str, Any]]], link: float) -> dict[s
         for name, limit in (least | most).items()
         if name in values
     }
+
+
+def pressure(seeds: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Figure | None]:
+    """Returns the floor's figures that say whether the speed of a setting is right, over the seeds."""
+    floors = [there[FLOOR]["ttft_p99"] for there in seeds if FLOOR in there]
+    best = [
+        ratio(min(known(row["ttft_p99"]) for row in peers), there[FLOOR]["ttft_p99"])
+        for there in seeds
+        if FLOOR in there
+        and (peers := [there[policy] for policy in PEERS if policy in there and compared(there[policy])])
+    ]
+    shown = {"TTFT P99, s": limited([known(value) for value in floors], FLOORS)}
+    return shown | ({"peer / floor": limited(best, PRESSURE, above=True)} if best else {})
 
 
 def compared(row: Mapping[str, Any]) -> bool:

@@ -362,7 +362,7 @@ class _Swapping(_Clients):
             return
         loop, tuning = min(waiting, key=lambda it: waiting[it]), DEFAULT.serving
         waited, patience = self._clock.now - waiting[loop], tuning.swaps * self._seconds(loop)
-        if waited < patience:
+        if waited <= patience:
             self._there.take_in()
         if not self._there.busy or waited >= max(patience, tuning.turn):
             self._change_to(loop)

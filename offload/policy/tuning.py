@@ -401,9 +401,10 @@ class Serving:
     idle: int = 64
     # Where models are swapped for comparison, another's oldest request waits so many times what the copies take until
     # the one that is there gets no new ones: a fifth of the time may go into swapping. After `turn` s its requests are
-    # suspended: a quarter of the 4 s to the first token that bench_tenants counts by. Chosen.
+    # suspended: what leaves of the 4 s to the first token that bench_tenants counts by a second for the prompt. Chosen;
+    # with 1 s half of the requests had a gap of more than a second.
     swaps: float = 4.0
-    turn: float = 1.0
+    turn: float = 3.0
     # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
     # so many: a few seconds of a small model on a CPU. Chosen.
     sample: int = 24
