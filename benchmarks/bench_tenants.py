@@ -319,6 +319,7 @@ def table(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def line_of(**values: Any) -> dict[str, Any]:
+    """A row of the table with these values by column, and None in the others."""
     return {column: values.get(column) for column in COLUMNS}
 
 
