@@ -43,8 +43,9 @@ from functools import lru_cache
 from ...allocator.units import format_time
 from ..policy.coordinator import FIXED, LinkClient, LinkOption, Refusal, RunningShares, Shares, share, share_running
 from ..policy.plan import Costs, Plan, fewest, fitting, meeting
+from ..policy.price import until_used
 from ..policy.remap import Model, activate
-from ..policy.tuning import DEFAULT
+from ..policy.tuning import DEFAULT, Prices
 from ..record.record import Phase, Point
 from .activity import Activity
 from .client import ModelClient
@@ -81,6 +82,9 @@ class Situation:
     floors: Mapping[int, int] = field(default_factory=dict)
     peer_seconds: float | None = None
     peer_room: bool = False
+    prices: Prices = DEFAULT.prices
+    at: float = 0.0  # seconds, by the manager's clock
+    idle_after: float = DEFAULT.pages.idle
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
@@ -110,6 +114,17 @@ class Situation:
         """Returns ModelState.standing for the iteration that the model does, or will do when it has work again."""
         point = state.point if state.number in self.active else None
         return state.standing(point or state.last["prefill"], self.page_seconds)
+
+    def uses(self, state: ModelState) -> float:
+        """Passes per second of the model, as they would be with every layer present: models that run take turns."""
+        if state.number not in self.active:
+            return self.idle_uses(state.used)
+        running = [other for other in self.states if other.number in self.active]
+        return 1 / sum(self.costs(other, other.last["decode"])[0].seconds for other in running)
+
+    def idle_uses(self, used: float) -> float:
+        """The same of what is idle, and was used last at `used`."""
+        return 1 / until_used(self.at - used, None, self.idle_after)
 
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""

@@ -269,6 +269,9 @@ class Overview:
             self.clients.floors(),
             self.link.peer_page_seconds,
             self.peer()[0] > 0,
+            self.tuning.prices,
+            now,
+            self.tuning.pages.idle,
         )
 
     def peer(self) -> tuple[int, int]:

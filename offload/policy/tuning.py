@@ -40,6 +40,16 @@ class FreePages:
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """How pages are priced (price.py)."""
+
+    # Is what is taken ordered by price, or by kind?
+    on: bool = False
+    # Seconds that pages stay away, as long as none have come back. Chosen.
+    horizon: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
 class WriteBehind:
     """How much KV is copied to the host ahead of need (manager/reclaim.py, Note [What is prepared])."""
 
@@ -733,6 +743,7 @@ class Tuning:
     """The tuning of one device."""
 
     pages: FreePages = field(default_factory=FreePages)
+    prices: Prices = field(default_factory=Prices)
     write_behind: WriteBehind = field(default_factory=WriteBehind)
     loans: Loans = field(default_factory=Loans)
     traffic: OtherTraffic = field(default_factory=OtherTraffic)
