@@ -53,6 +53,7 @@ from ..compat import longest_sequence
 from ..device import managers
 from ..loading import load_or_draw
 from ..manage import manage, managed
+from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..server.arrivals import RecordedArrival
@@ -406,8 +407,9 @@ class _Swapping(_Clients):
 class _Governed(_Clients):
     """The loops of models that ballonet manages."""
 
-    def __init__(self, loops: Sequence[VirtualLoop], charges: Charges) -> None:
+    def __init__(self, loops: Sequence[VirtualLoop], handles: Sequence[Managed], charges: Charges) -> None:
         super().__init__(loops)
+        self._handles = handles
         self._charges = charges
         self._most = 0
 
@@ -417,6 +419,8 @@ class _Governed(_Clients):
         self._most = max(self._most, sum(loop.processor.cache.pages.nbytes for loop in self.loops))
         device.synchronize()
         device.reap(wait=True)
+        for handle in self._handles:
+            self._charges.note_away(handle)
 
     def figures(self, machine: Machine) -> dict[str, Any]:
         charged = {"stalled": self._charges.stalls, "moved": self._charges.moved}
@@ -444,7 +448,7 @@ def _elastic(
         undo.enter_context(install.stock())
         grid = Grid(*tuning.serving.measured)
         charges = Charges(device, here, clock, tuning.kv_reads.in_place)
-        loops = []
+        loops, handles = list[VirtualLoop](), list[Managed]()
         for tenant in tenants:
             model = VirtualModel.of(tenant, machine)
             handle = managed(model, policy.options, record=tenant.record(here, grid))
@@ -454,10 +458,11 @@ def _elastic(
             model.step = partial(charges.step, loop, handle)
             loop.moves = charges.move
             loops.append(loop)
+            handles.append(handle)
         device.synchronize()
         charges.begin()
         with torch.no_grad():
-            yield _Governed(loops, charges)
+            yield _Governed(loops, handles, charges)
 
 
 @contextmanager
