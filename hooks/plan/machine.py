@@ -256,6 +256,11 @@ class VirtualLoop:
         )
         self.processor: Any = self._manager._create_batch_processor()
         self._manager.batch_processor = self.processor
+        if isinstance(self.processor.scheduler, ElasticScheduler):
+            self.processor.scheduler.place.wake = self._wake
+
+    def _wake(self) -> None:
+        self.ready_at = self._clock.now
 
     def close(self) -> None:
         """Frees the cache."""
@@ -312,7 +317,9 @@ class VirtualLoop:
         except RuntimeError as error:
             self.processor.fail_all_requests(error)
             prepared = False
-        self.looks = 0 if prepared else self.looks + 1
+        scheduler = self.processor.scheduler
+        waits = isinstance(scheduler, ElasticScheduler) and scheduler.place.waits
+        self.looks = 0 if prepared or waits else self.looks + 1
         if not prepared:
             self.ready_at = self._clock.now + DEFAULT.serving.look
         return prepared

@@ -123,6 +123,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
     "fast": ElasticPolicy("ballonet"),
     "priced": ElasticPolicy("ballonet, by price", changes={"prices": {"on": True}}),
+    "no-turns": ElasticPolicy("models share the device, each in part", changes={"turns": {"patience": 0.0}}),
     "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
     "uncapped": ElasticPolicy("models stream more than hides", changes={"weights": {"capped": False}}),
     "one-slot": ElasticPolicy("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),

@@ -82,6 +82,7 @@ class Situation:
     floors: Mapping[int, int] = field(default_factory=dict)
     peer_seconds: float | None = None
     peer_room: bool = False
+    turn: int = 0  # the number of the model whose turn it is; 0: of none
     prices: Prices = DEFAULT.prices
     at: float = 0.0  # seconds, by the manager's clock
     idle_after: float = DEFAULT.pages.idle
@@ -147,7 +148,7 @@ class Situation:
             least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
             slots=state.tuning.slots,
             mru=state.tuning.mru,
-            capped=state.tuning.capped,
+            capped=state.tuning.capped and (active or not self.turn),  # who waits for a turn gives what it can
         )
 
     def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
@@ -277,6 +278,11 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
         return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
+    if now.turn == state.number and standing.streamed:
+        costs, _ = now.costs(state, point)
+        within, slots = standing.device_pages + now.room(state), state.tuning.slots
+        plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
+        return _made(now, state, point, plan, "its turn: as few layers stream as those that wait leave room for")
     if point.phase == "decode":
         if state.lent == state.model.plan and standing.streamed:
             costs, _ = now.costs(state, point)

@@ -195,6 +195,22 @@ def test_a_long_answer_does_not_hold_up_the_model_that_is_not_there() -> None:
     assert [name for _, name, _ in log][-1] == "a"
 
 
+def test_models_that_do_not_fit_take_turns_and_none_waits_long_for_an_answer_of_another() -> None:
+    """Two of 35 MiB on 60, over a slow link. One's answer of
+    400 tokens takes 8 s: once the other has waited for 3 s it is suspended, and goes on later."""
+    log: list[Decision] = []
+    slow = replace(machine(60), link=100 * MIB)
+    requests = [RecordedArrival(0.0, 32, 400)], [RecordedArrival(0.5, 32, 40)]
+    figures, shared = simulated("fast", slow, *requests, log=log), simulated("no-turns", slow, *requests)
+    assert (figures["failed"], figures["tokens"]) == (0, 440)
+    assert figures["models"][1]["ttft_p99"] < 4
+    names = [name for _, name, _ in log]
+    assert sum(one != other for one, other in itertools.pairwise(names)) == 2, "a turn of each, and the rest"
+    assert names[-1] == "a"
+    assert figures["seconds"] < 0.8 * shared["seconds"]
+    assert figures["stalled"] + figures["moved"] < shared["stalled"] / 4
+
+
 def test_recomputing_moves_nothing_and_unlimited_waits_for_nothing() -> None:
     """Both have ballonet's scheduler: the one computes requests again that the other has memory for."""
     apart = dealt(ARRIVALS, 2)
