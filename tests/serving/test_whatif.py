@@ -259,8 +259,9 @@ def test_a_machine_that_is_larger_is_simulated_in_fewer_bytes() -> None:
         replace(machine(64), page_size=2**16, scale=32)
 
 
-def test_switches_change_what_is_decided() -> None:
-    """A burst for both models: each of these parts of ballonet has a say in it."""
+def test_switches_change_what_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst for both models, which share the device: each of these parts of ballonet has a say in it."""
+    monkeypatch.setenv("BALLONET_TURN", "0")
     burst = dealt([RecordedArrival(0.02 * n, 200, 24) for n in range(18)], 2)
     logs: dict[str, list[Decision]] = {}
     for policy in ("fast", "uncapped", "weights-fixed", "activations-apart", "no-buffer"):
