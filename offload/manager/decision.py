@@ -31,6 +31,11 @@ Note [One slot or two]
     model did of late, each phase by its share. To change costs copies and may cost host pages, so the other plan has
     to save a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing
     flaps, also where prompts and answers come in turns. An SLO chooses its own plan.
+
+Note [Back by rent]
+    Layers that iterations wait for come back as soon as that has cost what their way there and back takes, to pages
+    that are free, or twice as much, where layers of idle models go for them (rental.py). What is waited is measured.
+    Layers whose copies hide come back after a dwell (remap.py, Note [Calm]).
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ from ..policy.coordinator import FIXED, LinkClient, LinkOption, Refusal, Running
 from ..policy.plan import Costs, Plan, fewest, fitting, meeting
 from ..policy.price import until_used
 from ..policy.remap import Model, activate
+from ..policy.rental import threshold
 from ..policy.tuning import DEFAULT, Prices
 from ..record.record import Phase, Point
 from .activity import Activity
@@ -257,7 +263,7 @@ def _all(state: ModelState) -> int:
 class StreamDecision:
     """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: of the
     iteration by the record, None where not measured; `refusal`: why the SLO is missed, where it is; `notice`: a text to
-    be shown once."""
+    be shown once. `rent`: seconds that iterations may wait until it is decided anew, see Note [Back by rent]."""
 
     plan: Plan
     why: str
@@ -265,6 +271,7 @@ class StreamDecision:
     seconds: float | None = None
     refusal: Refusal | None = None
     notice: str | None = None
+    rent: float = math.inf
 
 
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
@@ -274,6 +281,31 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     if state.slo(point.phase) < math.inf:
         return _by_slo(now, state, point)
     standing = now.standing(state)
+    back = _coming_back(now, state, point, standing)
+    if back is not None:
+        plan, rent = back
+        if state.model.waited >= rent:
+            return _made(now, state, point, plan, "its iterations have waited for as long as that takes")
+        return replace(_without_slo(now, state, point, standing), rent=rent)
+    return _without_slo(now, state, point, standing)
+
+
+def _coming_back(now: Situation, state: ModelState, point: Point, standing: Plan) -> tuple[Plan, float] | None:
+    """Returns the plan with which a model that runs could take back what is free or what idle models have, and the
+    seconds of waiting that this is worth; None where that is no faster. See Note [Back by rent]."""
+    page = now.page_seconds
+    if page is None or not standing.streamed or state.number not in now.active:
+        return None
+    costs, _ = now.costs(state, point)
+    plan = fewest(standing.pages, standing.device_pages + now.room(state), costs.ratio, slots=state.tuning.slots)
+    if plan is None or costs.of(plan) >= costs.of(standing):
+        return None
+    comes = max(1, standing.host_pages - plan.host_pages)
+    return plan, threshold(comes, max(0, plan.device_pages - standing.device_pages - now.spare), page)
+
+
+def _without_slo(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
+    """Decides for an iteration without an SLO."""
     if state.grant is not None and state.grant.device_pages - standing.device_pages <= now.spare:
         return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
