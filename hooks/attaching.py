@@ -158,7 +158,7 @@ def attach_caches(
 
     costs = StepCosts(manager.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)
-    batched = Batched(label(model), device, costs, fast, require, lends, loop_caches, slo, positions)
+    batched = Batched(label(model), device, costs, fast, require, lends, residency, loop_caches, slo, positions)
     detach_batches = patches.attach(model, batched)
 
     calls, detach_calls = generation.count_calls(model)

@@ -145,6 +145,7 @@ class FakeModel:
         self.interval = interval
         self.tpot_slo, self.ttft_slo = tpot, ttft
         self.others_wait = False
+        self.waited = 0.0
         self.priority = priority
         self.floor = floor
         self.running = False

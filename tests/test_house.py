@@ -111,6 +111,7 @@ FACTS = {
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
     "offload/policy/coordinator.py": {"FIXED"},
+    "offload/policy/turns.py": {"SHARED"},  # the number of no model
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/record/record.py": {"FORMAT"},
     "offload/residency/kv_slots.py": {"_TAKEN"},

@@ -35,6 +35,7 @@ from .cache import ElasticPagedCache
 from .memory import RequestMemory
 from .selection import RequestSLOs, Selected, Selection
 from .step_times import StepTimes
+from .turns import PlaceInTurns
 
 
 class ElasticScheduler(Scheduler):
@@ -74,6 +75,7 @@ class ElasticScheduler(Scheduler):
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
         self.times = StepTimes(marks, driver, manager.tuning.records.pending)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
+        self.place = PlaceInTurns(cache, self.slos)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -106,7 +108,8 @@ class ElasticScheduler(Scheduler):
     @property
     def alone(self) -> bool:
         """Do requests wait while none runs, of this model or of others, whose end could free memory?"""
-        return bool(self.waiting_requests) and not self.runs and not self.others_run()
+        waits = bool(self.waiting_requests) and not self.place.waits
+        return waits and not self.runs and not self.others_run()
 
     def pop_unservable(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
@@ -141,8 +144,13 @@ class ElasticScheduler(Scheduler):
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
-        """Makes the next step of the candidates' requests: admits them, maps their pages, and notes what is computed
-        next (steps.py)."""
+        """Makes the next step of the candidates' requests, if the model may compute now: admits them, maps their pages,
+        and notes what is computed next (steps.py)."""
+        if not self.place.may_step(self.active_requests, self.waiting_requests):
+            self.starved_requests = []
+            return [], False, False, 0, 0
+        if not self.place.admits:
+            candidates = [state for state in candidates if state.request_id in self.active_requests]
         self.cache.pool.try_to_free_sectors()
         token_budget = int(min(token_budget, self.progress.tokens))
         requests = self.active_requests, self.waiting_requests
@@ -216,10 +224,12 @@ class ElasticScheduler(Scheduler):
             self._trim()
         if self.has_pending_requests():
             self._ended = math.inf
-        elif self._ended == math.inf:
+            return
+        if self._ended == math.inf:
             if self._streams:
                 self._trim()
             self._ended = now
+        self.place.rest()
 
     @property
     def _streams(self) -> bool:
@@ -235,9 +245,9 @@ class ElasticScheduler(Scheduler):
 
     @property
     def wanted(self) -> float:
-        """The time until which requests need the model, by `clock`: infinity while there are any."""
+        """The time until which requests need the model, by `clock`: infinity while there are any and it may compute."""
         if self.has_pending_requests():
-            return math.inf
+            return self.place.until
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 
     def pop_late(self) -> list[tuple[Any, Exception]]:

@@ -311,6 +311,20 @@ class RequestSLOs:
             self._required = tightest(slos).tpot, ttft, others
             self._cache.model.require(*self._required)
 
+    def due(self, running: Iterable[str], waiting: Iterable[Any], could: float) -> float:
+        """Returns until when the model has to have the device for its requests' SLOs; infinity where there are none.
+        `could`: when it could compute last."""
+        if not self._slos:
+            return math.inf
+        parts, batch = self._cache.model.costs.parts, self._cache.max_batch_tokens
+        tpot = tightest(self.asked(name) for name in running).tpot
+        moments = [math.inf if tpot is None else could + tpot]
+        for state in waiting:
+            if (slo := self.asked(state.request_id)).ttft is not None:
+                prompt = 0.0 if parts is None else parts.prefill(len(state.initial_tokens), batch)
+                moments.append(slo.arrived + slo.ttft - prompt)
+        return min(moments)
+
     def limits(self, scheduled: Sequence[Any], known: Sequence[Any]) -> tuple[float, float]:
         """Returns (seconds that the step may take for its decoding requests, the earliest deadline of a first token
         among the `known` requests), infinity where there is no SLO."""

@@ -86,6 +86,7 @@ def _made(runtime: Runtime) -> MemoryManager:
         ),
         tuning=composition.tuning,
         window=runtime.settings.reserve,
+        turn=runtime.settings.turn,
         spill=runtime.settings.spill is True,
     )
     runtime.preparing = manager.levels.preparing

@@ -93,6 +93,11 @@ class Arrangement:
             self._bind(whole=True)
 
     @property
+    def away(self) -> frozenset[int]:
+        """The layers whose weights lie on the host only: they stream, or are read there."""
+        return frozenset(self._weights.on_host()).difference(self._weights.ring.own.layers)
+
+    @property
     def read_in_place(self) -> int:
         """Pages of layers that are on the host and have no slot: each forward reads them there."""
         ring = self._weights.ring

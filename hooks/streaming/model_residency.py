@@ -61,6 +61,7 @@ class ModelResidency:
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.others_wait = False  # see ModelClient.others_wait
+        self.waited = 0.0  # see ModelClient.waited
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
@@ -145,8 +146,11 @@ class ModelResidency:
             self._pace.begin(None)
             return
         for measured in self._pace.drain():
+            self.waited += measured.stall
             if self.timings.note(measured) and self._governed:
                 self._manager.changed(self)
+        if self._arranged is not None and self.waited >= self._arranged.rent and self._governed:
+            self._manager.changed(self)
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
             if decision is not self._arranged:
@@ -310,6 +314,7 @@ class ModelResidency:
         if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
             with self.changing() as arrangement:
                 arrangement.arrange(plan)
+            self.waited = 0.0
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Makes layers resident that have come back, and logs that."""

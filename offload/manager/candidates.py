@@ -4,10 +4,12 @@ candidates, plans and pages out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..policy.plan import Plan
-from ..policy.reclaim_order import Absent, Candidate, above_floors, claimed, restore_order
+from ..policy.price import merged, of_layers
+from ..policy.reclaim_order import Absent, Candidate, Level, above_floors, claimed, restore_order
 from ..policy.remap import Model, by_level, of_layer, restore
 from .client import INDICES_PER_SPLIT
 from .clients import Held
@@ -19,6 +21,8 @@ def listed(
 ) -> list[Candidate]:
     """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed;
     `owed`: pages that models have to give back to others."""
+    if now.prices.on:
+        return above_floors(_priced(now, of_models, caches, owed), _spare(now, caches))
     return above_floors(claimed([*of_models, *_of_caches(now, caches)], owed), _spare(now, caches))
 
 
@@ -28,6 +32,45 @@ def of_models(now: Situation) -> Iterator[Candidate]:
     gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
     for level, model, layer in by_level([now.model(state) for state in states.values()], gone):
         yield of_layer(level, model, layer, states[model.name].number)
+
+
+def _priced(
+    now: Situation, of_models: Iterable[Candidate], caches: Sequence[Held], owed: Mapping[int, int]
+) -> list[Candidate]:
+    """In the order of taking, by price. See price.py."""
+    layers: dict[int, list[Candidate]] = {}
+    for candidate in of_models:
+        layers.setdefault(candidate.client, []).append(candidate)
+    sequences = []
+    for state in now.states:
+        if of_it := {candidate.index: candidate for candidate in layers.get(state.number, ())}:
+            model = now.model(state)
+            prices = of_layers(model.plan, model.costs, now.uses(state), of_it, model.slots)
+            sequences.append(
+                [
+                    replace(of_it[layer], seconds=price.rate, once=price.once * of_it[layer].pages)
+                    for layer, price in prices
+                ]
+            )
+    by_cache: dict[int, list[Candidate]] = {}
+    for candidate in claimed(_of_caches(now, caches), owed):
+        by_cache.setdefault(candidate.client, []).append(candidate)
+    states = {state.number: state for state in now.states}
+    for held in caches:
+        whose = states.get(held.state.model)
+        uses = now.idle_uses(held.used) if whose is None or not held.active else now.uses(whose)
+        back = now.page_seconds or 0.0
+        sequences.append(
+            [
+                replace(
+                    candidate,
+                    seconds=(back * uses if candidate.level is not Level.PREFIX else 0.0),
+                    once=candidate.once + (back * candidate.pages if held.active else 0.0),
+                )
+                for candidate in by_cache.get(held.state.number, ())
+            ]
+        )
+    return merged(sequences, now.prices.horizon)
 
 
 def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:

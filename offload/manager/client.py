@@ -112,6 +112,10 @@ class ModelClient(Client, Protocol):
         while a batch takes longer than it must, those wait for longer."""
 
     @property
+    def waited(self) -> float:
+        """Seconds that its iterations have waited for copies, as measured, since it was arranged last."""
+
+    @property
     def priority(self) -> int:
         """The priority of the model: those with the lowest give first."""
 

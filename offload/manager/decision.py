@@ -31,6 +31,11 @@ Note [One slot or two]
     model did of late, each phase by its share. To change costs copies and may cost host pages, so the other plan has
     to save a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing
     flaps, also where prompts and answers come in turns. An SLO chooses its own plan.
+
+Note [Back by rent]
+    Layers that iterations wait for come back as soon as that has cost what their way there and back takes, to pages
+    that are free, or twice as much, where layers of idle models go for them (rental.py). What is waited is measured.
+    Layers whose copies hide come back after a dwell (remap.py, Note [Calm]).
 """
 
 from __future__ import annotations
@@ -43,8 +48,10 @@ from functools import lru_cache
 from ...allocator.units import format_time
 from ..policy.coordinator import FIXED, LinkClient, LinkOption, Refusal, RunningShares, Shares, share, share_running
 from ..policy.plan import Costs, Plan, fewest, fitting, meeting
+from ..policy.price import until_used
 from ..policy.remap import Model, activate
-from ..policy.tuning import DEFAULT
+from ..policy.rental import threshold
+from ..policy.tuning import DEFAULT, Prices
 from ..record.record import Phase, Point
 from .activity import Activity
 from .client import ModelClient
@@ -81,6 +88,10 @@ class Situation:
     floors: Mapping[int, int] = field(default_factory=dict)
     peer_seconds: float | None = None
     peer_room: bool = False
+    turn: int = 0  # the number of the model whose turn it is; 0: of none
+    prices: Prices = DEFAULT.prices
+    at: float = 0.0  # seconds, by the manager's clock
+    idle_after: float = DEFAULT.pages.idle
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
@@ -111,6 +122,17 @@ class Situation:
         point = state.point if state.number in self.active else None
         return state.standing(point or state.last["prefill"], self.page_seconds)
 
+    def uses(self, state: ModelState) -> float:
+        """Passes per second of the model, as they would be with every layer present: models that run take turns."""
+        if state.number not in self.active:
+            return self.idle_uses(state.used)
+        running = [other for other in self.states if other.number in self.active]
+        return 1 / sum(self.costs(other, other.last["decode"])[0].seconds for other in running)
+
+    def idle_uses(self, used: float) -> float:
+        """The same of what is idle, and was used last at `used`."""
+        return 1 / until_used(self.at - used, None, self.idle_after)
+
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""
         idle = (other.number for other in self.states if other is not state and other.number not in self.active)
@@ -132,7 +154,7 @@ class Situation:
             least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
             slots=state.tuning.slots,
             mru=state.tuning.mru,
-            capped=state.tuning.capped,
+            capped=state.tuning.capped and (active or not self.turn),  # who waits for a turn gives what it can
         )
 
     def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
@@ -241,7 +263,7 @@ def _all(state: ModelState) -> int:
 class StreamDecision:
     """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: of the
     iteration by the record, None where not measured; `refusal`: why the SLO is missed, where it is; `notice`: a text to
-    be shown once."""
+    be shown once. `rent`: seconds that iterations may wait until it is decided anew, see Note [Back by rent]."""
 
     plan: Plan
     why: str
@@ -249,6 +271,7 @@ class StreamDecision:
     seconds: float | None = None
     refusal: Refusal | None = None
     notice: str | None = None
+    rent: float = math.inf
 
 
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
@@ -258,10 +281,40 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     if state.slo(point.phase) < math.inf:
         return _by_slo(now, state, point)
     standing = now.standing(state)
+    back = _coming_back(now, state, point, standing)
+    if back is not None:
+        plan, rent = back
+        if state.model.waited >= rent:
+            return _made(now, state, point, plan, "its iterations have waited for as long as that takes")
+        return replace(_without_slo(now, state, point, standing), rent=rent)
+    return _without_slo(now, state, point, standing)
+
+
+def _coming_back(now: Situation, state: ModelState, point: Point, standing: Plan) -> tuple[Plan, float] | None:
+    """Returns the plan with which a model that runs could take back what is free or what idle models have, and the
+    seconds of waiting that this is worth; None where that is no faster. See Note [Back by rent]."""
+    page = now.page_seconds
+    if page is None or not standing.streamed or state.number not in now.active:
+        return None
+    costs, _ = now.costs(state, point)
+    plan = fewest(standing.pages, standing.device_pages + now.room(state), costs.ratio, slots=state.tuning.slots)
+    if plan is None or costs.of(plan) >= costs.of(standing):
+        return None
+    comes = max(1, standing.host_pages - plan.host_pages)
+    return plan, threshold(comes, max(0, plan.device_pages - standing.device_pages - now.spare), page)
+
+
+def _without_slo(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
+    """Decides for an iteration without an SLO."""
     if state.grant is not None and state.grant.device_pages - standing.device_pages <= now.spare:
         return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
         return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
+    if now.turn == state.number and standing.streamed:
+        costs, _ = now.costs(state, point)
+        within, slots = standing.device_pages + now.room(state), state.tuning.slots
+        plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
+        return _made(now, state, point, plan, "its turn: as few layers stream as those that wait leave room for")
     if point.phase == "decode":
         if state.lent == state.model.plan and standing.streamed:
             costs, _ = now.costs(state, point)

@@ -51,6 +51,7 @@ from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
 from .overview import Overview
 from .reclaim import ModelChange, ReclaimLevels, ReclaimList, Repayment
+from .turns import LoopTurns
 
 
 class Standing(NamedTuple):
@@ -72,9 +73,11 @@ class MemoryManager:
         *,
         tuning: Tuning = DEFAULT,
         window: float = Config().reserve,
+        turn: float = Config().turn,
         spill: bool = False,
     ) -> None:
-        """`window`: seconds that a model's reserve outlasts its use. `spill`: may pages of the host stand in where no
+        """`window`: seconds that a model's reserve outlasts its use; `turn`: that a request waits for other models'
+        turns. `spill`: may pages of the host stand in where no
         others are left?"""
         known, clock = Overview(device, around, tuning, window), around.clock
         self.tuning: Final = tuning
@@ -90,6 +93,7 @@ class MemoryManager:
         self.reclaim: Final = ReclaimList(known)
         self.repayment: Final = Repayment(known, self.reclaim)
         self.levels: Final = ReclaimLevels(known, self.reclaim)
+        self.turns: Final = LoopTurns(known, self.reclaim, turn)
         self.duplicates: Final = known.duplicates
         self._known = known
 

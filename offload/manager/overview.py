@@ -118,6 +118,7 @@ class Overview:
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
+        self.turn = 0  # the number of the model whose turn it is (turns.py); 0: of none
         self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
         # pages
         self.pages: Final = DevicePages(device, tuning.pages, around.waits)
@@ -269,6 +270,10 @@ class Overview:
             self.clients.floors(),
             self.link.peer_page_seconds,
             self.peer()[0] > 0,
+            self.turn,
+            self.tuning.prices,
+            now,
+            self.tuning.pages.idle,
         )
 
     def peer(self) -> tuple[int, int]:

@@ -40,6 +40,29 @@ class FreePages:
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """How pages are priced (price.py)."""
+
+    # Is what is taken ordered by price, or by kind?
+    on: bool = False
+    # Seconds that pages stay away, as long as none have come back. Chosen.
+    horizon: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLengths:
+    """When models of a device take turns (turns.py)."""
+
+    # Times what moves at the beginning of a turn, that others wait until the present model begins no more requests: a
+    # twentieth of the time goes into moving, as the margin below which no other plan is worth it. Measured (2 models of
+    # 8B on 34 GiB, 120 of Azure's requests): 106 kept their SLOs, with 10 times 93, with 5 times 53.
+    patience: float = 20.0
+    # Seconds in which the KV that a model needed of late fades by half. Chosen: the dwell of pages. The same load: 106
+    # kept their SLOs, 66 where only what is needed now counts.
+    fades: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
 class WriteBehind:
     """How much KV is copied to the host ahead of need (manager/reclaim.py, Note [What is prepared])."""
 
@@ -413,9 +436,12 @@ class Serving:
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.
     idle: int = 64
-    # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
-    # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
+    # Where models are swapped for comparison, another's oldest request waits so many times what the copies take until
+    # the one that is there gets no new ones: a fifth of the time may go into swapping. After `turn` s its requests are
+    # suspended: what leaves of the 4 s to the first token that bench_tenants counts by a second for the prompt. Chosen;
+    # with 1 s half of the requests had a gap of more than a second.
     swaps: float = 4.0
+    turn: float = 3.0
     # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
     # so many: a few seconds of a small model on a CPU. Chosen.
     sample: int = 24
@@ -744,6 +770,8 @@ class Tuning:
     """The tuning of one device."""
 
     pages: FreePages = field(default_factory=FreePages)
+    prices: Prices = field(default_factory=Prices)
+    turns: TurnLengths = field(default_factory=TurnLengths)
     write_behind: WriteBehind = field(default_factory=WriteBehind)
     loans: Loans = field(default_factory=Loans)
     traffic: OtherTraffic = field(default_factory=OtherTraffic)

@@ -23,7 +23,7 @@ from .virtual import replayed
 
 KEYS = {
     *("policy", "replicas", "requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50"),
-    *("tbt_p99", "tokens_per_second", "goodput", "drops", "restores", "bytes_moved", "bubble", "time"),
+    *("tbt_p99", "tokens_per_second", "kept", "goodput", "drops", "restores", "bytes_moved", "bubble", "time"),
 }
 GIVEN = {"alpha": 1e-9, "beta": 2e-5, "gamma": 2e-2, "decode": {"alpha": 0, "beta": 2e-5, "gamma": 2e-2}}
 

@@ -1,0 +1,107 @@
+"""What a page costs while it is away from the device, whatever lies in it: one price, by which all that takes pages
+takes, and all that is away comes back. Numbers in, an order out.
+
+Note [The price]
+    While an extent (a layer, pages of KV, a kept prefix) is away its users lose time:
+
+        rate = uses per second * exposed seconds per use / pages
+        once = seconds to take it there and back / pages
+
+    Uses are those that would be if everything were present: a model that streams runs more seldom, and must not look
+    cheaper for it. Models of one device take turns, so a model is used once in the time that all that run take
+    together; one that is idle, once in the time until it is likely to be used again. Exposed are the seconds that hide
+    behind nothing: of a layer what a pass takes longer without it, of KV that is read over the link all of them.
+
+    What is taken goes by `rate + once / horizon`, the lowest first. The horizon is how long what was taken has stayed
+    away of late: pages that are soon back should be cheap to move, others cheap to do without.
+
+Note [What of the papers falls out]
+    Free pages cost nothing (eLLM). A layer of an idle model costs a copy, one that hides behind a pass too, and none
+    more than that until a pass waits for it: the cap of Oneiros (§5.3) is where the price leaves that. The model that
+    ran last is, in a round, the one that is not used for longest (MRU). KV that nobody reads is lent (SwiftCache).
+
+Note [A sequence]
+    Each entry is priced as if all before it of its client were gone: alone every layer hides, and all together none
+    does. So what a client offers is a sequence, and the order of all is their merge. Of equals the lowest priority
+    goes first, and then as they were offered.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .plan import Costs, Plan, fewest
+from .reclaim_order import Candidate
+
+
+class Price(NamedTuple):
+    """What a page costs: `rate`, seconds lost in each second that it is away; `once`, seconds of its way there and
+    back."""
+
+    rate: float
+    once: float
+
+    def over(self, horizon: float) -> float:
+        """The seconds lost per second by a page that is away for so many."""
+        return self.rate + self.once / horizon
+
+
+def until_used(since: float, usual: float | None, least: float) -> float:
+    """The seconds until what is idle is likely to be used again. `since`: it has been idle; `usual`: it is idle as a
+    rule, None where nobody knows; `least`: after which it counts as idle. What is overdue is taken to stay away for as
+    long as it is late, as what nobody knows is for as long as it has been idle."""
+    return max(least, since if usual is None else abs(usual - since))
+
+
+def of_layers(
+    plan: Plan, costs: Costs, uses: float, order: Iterable[int], slots: tuple[int, ...]
+) -> Iterator[tuple[int, Price]]:
+    """Iterates over (layer, price), each as if those before it were gone. `plan`: what streams now; `uses`: passes per
+    second. A layer takes its pages along; how the rest is arranged then is the fastest plan for what is left."""
+    left, exposed = plan.device_pages, _exposed(plan, costs)
+    for layer in order:
+        left -= plan.pages[layer]
+        then = fewest(plan.pages, left, costs.ratio, slots=slots) or fewest(plan.pages, left, costs.ratio, slots=(1,))
+        if then is None:
+            return  # nothing could be arranged any more
+        after = _exposed(then, costs)
+        yield layer, Price(max(0.0, after - exposed) * uses / plan.pages[layer], costs.page_seconds)
+        exposed = max(exposed, after)
+
+
+def _exposed(plan: Plan, costs: Costs) -> float:
+    """The seconds by which a pass takes longer than with every layer present."""
+    return costs.of(plan) - costs.seconds
+
+
+def merged(sequences: Iterable[Sequence[Candidate]], horizon: float) -> list[Candidate]:
+    """The candidates of all clients in the order of taking: what costs least next, each client's own in its order.
+    See Note [A sequence]."""
+    heads = []
+    for number, sequence in enumerate(sequences):
+        if sequence:
+            heads.append((*_key(sequence[0], horizon), number, 0, sequence))
+    heapq.heapify(heads)
+    order = []
+    while heads:
+        *_, number, at, sequence = heads[0]
+        order.append(sequence[at])
+        if at + 1 < len(sequence):
+            heapq.heapreplace(heads, (*_key(sequence[at + 1], horizon), number, at + 1, sequence))
+        else:
+            heapq.heappop(heads)
+    return order
+
+
+def _key(candidate: Candidate, horizon: float) -> tuple[bool, float, int, float]:
+    """What is due to others goes first, then what costs least. To one part in 2^20, so that equals are equal."""
+    cost = Price(candidate.seconds, candidate.once / max(1, candidate.pages)).over(horizon)
+    return not candidate.borrowed, _rounded(cost), candidate.priority, -candidate.recency
+
+
+def _rounded(cost: float) -> float:
+    mantissa, exponent = math.frexp(cost)
+    return math.ldexp(round(mantissa * 2**20), exponent - 20)

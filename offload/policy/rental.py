@@ -1,0 +1,26 @@
+"""When pages that are away come back: once their absence has cost what a change costs (ski rental). Pure.
+
+Note [Ski rental]
+    Whoever has to wait for pages does not know for how long it will. So it waits until it has waited for as long as the
+    change takes, there and back, and then has them back. That costs at most twice of what was best in hindsight, and
+    one change: either the waiting ended before, and was cheaper, or the change pays for what was waited. No timer
+    decides, and what moves takes no longer than what was waited before.
+
+    Where others' pages have to go in their place, as much can be waited for there soon: each takes the place of the
+    other. With the change as the threshold uses in turns cost four times the best fixed choice, with twice the change
+    three times (one of two waits for twice the change and then makes it: 3; the best choice waits for every other
+    one: 2 in two rounds).
+"""
+
+from __future__ import annotations
+
+
+def change(comes: int, goes: int, page_seconds: float) -> float:
+    """Seconds that a change takes there and back: so many pages come, and others go in the place of `goes` of them."""
+    return 2 * (comes + goes) * page_seconds
+
+
+def threshold(comes: int, goes: int, page_seconds: float) -> float:
+    """Seconds of waiting after which pages come back, so many, and others go in the place of `goes` of them. See Note
+    [Ski rental]."""
+    return change(comes, goes, page_seconds) * (2 if goes else 1)
