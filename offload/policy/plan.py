@@ -249,6 +249,11 @@ class Costs:
         return float(pass_.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
 
 
+def loaded(before: Plan, after: Plan) -> int:
+    """Pages that come over the link for layers that stream in the plan `before` and not in the one `after`."""
+    return sum(before.pages[layer] for layer in {*before.streamed}.difference(after.streamed))
+
+
 def meeting(costs: Costs, slo: float) -> int | None:
     """The smallest interval at which an iteration takes no longer than `slo` seconds; None where none does."""
     return next((interval for interval in range(1, costs.none + 1) if costs.time(interval) <= slo), None)
