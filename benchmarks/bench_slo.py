@@ -19,7 +19,7 @@ from models import answer, build, describe_few, environment, few, layer_page_siz
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import SLOError
-from ballonet.hooks.managed import pace_of
+from ballonet.hooks.managed import pace_of, residency_of
 from ballonet.hooks.profile import Grid, load_or_measure
 from ballonet.offload.policy.plan import Costs, meeting
 from ballonet.offload.policy.schedule import every
@@ -63,7 +63,8 @@ class Measuring:
         self._prompt = torch.ones(1, PROMPT, dtype=torch.long, device=chosen.device)
         model = self._models[0]
         with ballonet.manage(model, interval=None) as managed:
-            load_or_measure(model, pace_of(managed), devices.require(), Grid(batch=1, length=GRID[kind]))
+            grid, some = Grid(batch=1, length=GRID[kind]), residency_of(managed).streaming_some
+            load_or_measure(model, pace_of(managed), devices.require(), grid, streaming=some)
             self._pages = managed.report().pages
             self._token, self._first = self._times(model)
         with ballonet.manage(model, interval=1) as managed:

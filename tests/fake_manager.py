@@ -157,6 +157,7 @@ class FakeModel:
         self.decisions: list[StreamDecision] = []
         self.wanted: float | None = None
         self.timings = self
+        self.entering = 0.0
         self.loaded = 0  # pages that came back from the host
         device.models.append(self)
 

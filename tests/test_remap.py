@@ -165,6 +165,14 @@ def test_a_cap_is_what_hides_behind_an_iteration() -> None:
     assert model("a", most=1).cap == 1
 
 
+@given(st.integers(2, 12), st.integers(1, 40), st.integers(0, 8))
+def test_cap_counts_what_the_host_takes_for_the_layers_that_stream(layers: int, seconds: int, entering: int) -> None:
+    """The largest m, below all, with m·T_T ≤ n·T_c + m·h; a layer is copied in 5 ms."""
+    costs = Costs((5,) * layers, seconds / 1000, 0.001, entering / 1000)
+    hidden = [m for m in range(layers) if 5 * m <= seconds + entering * m]
+    assert cap(costs) == max(hidden)
+
+
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=9).map(tuple),
     st.floats(0.001, 1),

@@ -149,8 +149,11 @@ class ModelState(ClientState):
 
     def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
         """Returns the usual seconds of such an iteration; None where it was not measured."""
-        seconds = self.model.timings.typical(point)
-        return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
+        timings = self.model.timings
+        seconds = timings.typical(point)
+        if seconds is None or page_seconds is None:
+            return None
+        return Costs(self.model.plan.pages, seconds, page_seconds, timings.entering)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
         """Returns the plan that memory demands now; see remap.standing."""
@@ -184,7 +187,7 @@ class ModelState(ClientState):
             seconds = max(1, sum(pages)) * (page_seconds or 1.0) / ratio
         if page_seconds is None:
             page_seconds = seconds * ratio / max(1, sum(pages))
-        return Costs(pages, seconds, page_seconds), measured
+        return Costs(pages, seconds, page_seconds, self.model.timings.entering), measured
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,9 @@ Note [Algorithm 1]
     Read here: a model is at its end when it streams as many layers as its cap, not as many as it has; the model that
     was popped is asked again until then; what lines 7-12 do gives layers back, and remaps nothing. A cap counts the
     layers that stream (m) and not those whose pages are free (m - β): N in §5.3 is m. It is the largest m with T_T·m ≤
-    T_compute (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always
-    leaves one layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
+    T_compute (§5.3), which has what the host takes for these layers (`Costs.entering`), of a decode step for a model
+    that runs and of a prefill for one that waits for work, and always leaves one layer (§5.2). How many slots (β) is
+    decided by the times that the schedule of either number gives (§5.4).
 
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
@@ -104,10 +105,12 @@ class Remapping:
 def cap(costs: Costs, capped: bool = True) -> int:
     """Returns the most layers whose copies take no longer than the iteration, or where not `capped` that there are;
     never all that have pages. See Note [Algorithm 1]."""
-    pages = costs.pages
+    pages, total = costs.pages, sum(costs.pages)
+    entering = costs.host * total / max(1, len(pages))  # in pages computed
 
     def hidden(count: int) -> bool:
-        return not capped or sum(pages[layer] for layer in spread(pages, count)) * costs.ratio <= sum(pages)
+        at = spread(pages, count)
+        return not capped or sum(pages[layer] for layer in at) * costs.ratio <= total + len(at) * entering
 
     return max(takewhile(hidden, range(max(1, sum(map(bool, pages))))))
 

@@ -233,6 +233,8 @@ class Records:
     shortest: int = 64
     tokens: int = 5
     rounds: int = 3
+    # Every so many layers stream while it is measured what the host takes for each. Chosen: several, and few to copy.
+    entering: int = 4
     # Times what an iteration takes: what copies may add and count as hidden. The limit of docs/measuring.md,
     # bench_streaming.py.
     hidden: float = 1.03
