@@ -401,12 +401,14 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
 
 def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
-    `restore` gives layers back in time; to do so at once would flap with the batch."""
+    `restore` gives layers back in time; to do so at once would flap with the batch. A model that came with more takes
+    pages from others for that: free ones were left for KV when it came, and go to it after a dwell."""
     standing = now.standing(state)
     models = [now.model(member) for member in now.states if member is state or (member.auto and not member.held)]
-    change = activate(models, state.name, now.spare)
+    came = len(standing.streamed) <= state.base
+    change = activate(models, state.name, 0 if came else now.spare)
     plan = change.plans.get(state.name)
-    if plan is None:
+    if plan is None or (came and len(change.plans) == 1):
         return _made(now, state, point, standing, _reason(state, standing))
     if not change.short:
         return _made(now, state, point, plan, "it decodes: no more layers stream than hide behind that")

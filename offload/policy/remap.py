@@ -166,13 +166,13 @@ def remap(models: Iterable[Model], wanted: int, free: int) -> Remapping:
 
 
 def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
-    """Plans the first decode step of an idle model that has work again: it streams no more than its decode cap, and
-    pages for that are taken from others where too few are `free`. Where the result is `short` the model must wait.
-    `freed`: of all plans together, negative where free pages are taken. KeyError."""
+    """Plans the first decode step of an idle model that has work again: it streams no more than its decode cap, however
+    many it came with, and pages for that are taken from others where too few are `free`. Where the result is `short`
+    the model must wait. `freed`: of all plans together, negative where free pages are taken. KeyError."""
     model = next((candidate for candidate in models if candidate.name == name), None)
     if model is None:
         raise KeyError(name)
-    running = replace(model, active=True)
+    running = replace(model, active=True, base=0)
     if len(model.plan.streamed) <= running.cap:
         return Remapping({}, 0, 0)
     least = smallest(model.plan.pages, running.cap)
