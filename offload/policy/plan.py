@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from typing import Final
 
 from .schedule import Pass, as_submitted, every, simulate
 from .tuning import DEFAULT
@@ -241,7 +240,7 @@ class Costs:
     @property
     def host(self) -> Fraction:
         """What the host takes for each layer that streams, in layers, to six digits."""
-        return round(Fraction(self.entering) * len(self.pages) / Fraction(self.seconds), 6) if self.entering else _NONE
+        return round(Fraction(self.entering) * len(self.pages) / Fraction(self.seconds), 6)
 
     def plan(self, interval: int) -> Plan:
         """Returns the plan of an interval. ValueError for one below 1."""
@@ -261,9 +260,6 @@ class Costs:
 
     def _seconds(self, pass_: Pass) -> float:
         return float(pass_.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
-
-
-_NONE: Final = Fraction(0)
 
 
 def loaded(before: Plan, after: Plan) -> int:
