@@ -69,7 +69,8 @@ class Measuring:
         self._prompt = torch.ones(1, PROMPT, dtype=torch.long, device=chosen.device)
         model = self._models[0]
         with ballonet.manage(model, interval=None) as managed:
-            known = load_or_measure(model, pace_of(managed), devices.require(), Grid(batch=1, length=GRID[kind])).record
+            grid, some = Grid(batch=1, length=GRID[kind]), residency_of(managed).streaming_some
+            known = load_or_measure(model, pace_of(managed), devices.require(), grid, streaming=some).record
             self._pages = managed.report().pages
             steps, prompts = (known.time(phase, 1, PROMPT + self._tokens) for phase in (known.decoding, "prefill"))
             assert steps is not None

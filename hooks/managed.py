@@ -344,7 +344,8 @@ class Managed:
 
         def known() -> Record:
             """The record of its iterations, measured with all layers resident where there is none."""
-            return record or load_or_measure(model, self._pace, self._weights.device, grid).record
+            some = self._residency.streaming_some
+            return record or load_or_measure(model, self._pace, self._weights.device, grid, streaming=some).record
 
         if self._residency.options.slo or any(self._residency.plan.pages):
             self._residency.start(known, grid is not None or record is not None)

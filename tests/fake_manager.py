@@ -152,11 +152,13 @@ class FakeModel:
         self.times = {"decode": decode, "prefill": prefill}
         self.gone: set[int] = set()  # layers that were taken
         self.changes = 0
+        self.changes_made = 0
         self.asked = 0
         self.entries: Callable[[int], bool] = lambda layer: True
         self.decisions: list[StreamDecision] = []
         self.wanted: float | None = None
         self.timings = self
+        self.entering = 0.0
         self.loaded = 0  # pages that came back from the host
         device.models.append(self)
 
@@ -197,6 +199,7 @@ class FakeModel:
         """As a managed model does it. Pages that it needs beyond those that it has are taken if need be."""
         with manager.changing(self) as taken:
             self.changes += 1
+            self.changes_made += plan != self.plan
             assert taken == self.gone
             before, resident = self.device_pages, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
             if plan.device_pages > before:

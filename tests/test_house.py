@@ -355,7 +355,7 @@ PROCESS = {
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules
     "hooks/weights/ranges.py": "FROM_CPU",  # an empty mapping, known by its identity
-    "offload/manager/decision.py": "_kept _meeting",  # by numbers; the last some hundred are kept
+    "offload/manager/decision.py": "_kept _needed",  # by numbers; the last some hundred are kept
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
     "offload/policy/remap.py": "_least cap nested",  # by numbers; the last some hundred are kept

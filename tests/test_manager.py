@@ -263,6 +263,18 @@ def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
 # -- Oneiros: a model runs again
 
 
+def test_model_that_came_streaming_takes_from_an_idle_one_what_does_not_hide() -> None:
+    """Memory demanded seven layers of it, while the other one was loaded and ran."""
+    came = fewest(EQUAL, 10, Fraction(4))
+    device, manager, clock, (a, b) = a_manager(50, {"plan": came}, {})
+    b.step(manager)
+    clock.now += 2 * PAGES.idle
+    a.step(manager, "prefill")
+    decision = a.step(manager)
+    assert len(a.plan.streamed) <= 4 < len(decision.plan.pages), decision.why
+    assert {name for name, _ in device.trace} == {"b"}
+
+
 def test_a_model_that_runs_again_drops_to_its_decode_cap_before_it_decodes() -> None:
     """Oneiros, how many: under the prefill cap while it waits and prefills, under that of decoding from then on. Others
     give what that takes."""

@@ -165,6 +165,14 @@ def test_a_cap_is_what_hides_behind_an_iteration() -> None:
     assert model("a", most=1).cap == 1
 
 
+@given(st.integers(2, 12), st.integers(1, 40), st.integers(0, 8))
+def test_cap_counts_what_the_host_takes_for_the_layers_that_stream(layers: int, seconds: int, entering: int) -> None:
+    """The largest m, below all, with m·T_T ≤ n·T_c + m·h; a layer is copied in 5 ms."""
+    costs = Costs((5,) * layers, (seconds + 0.5) / 1000, 0.001, entering / 1000)
+    hidden = [m for m in range(layers) if 5 * m <= seconds + 0.5 + entering * m]
+    assert cap(costs) == max(hidden)
+
+
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=9).map(tuple),
     st.floats(0.001, 1),
@@ -198,12 +206,20 @@ def test_a_model_that_runs_again_drops_to_its_decode_cap() -> None:
         activate([idle], "z", free=0)
 
 
+def test_model_that_came_streaming_streams_no_more_than_hides_once_it_runs_again() -> None:
+    came = replace(model("a", base=7), plan=streaming(EQUAL, spread(EQUAL, 7), 1))
+    change = activate([came, model("b", used=1.0)], "a", free=0)
+    assert len(change.plans["a"].streamed) == 4
+    assert change.freed == 0, "the pages are those of the model that is idle"
+    assert change.short == 0
+
+
 @given(models(), st.integers(0, 20))
 def test_activation_leaves_the_model_within_its_decode_cap(them: list[Model], free: int) -> None:
     them = [replace(client, active=False) for client in them]
     change = activate(them, them[0].name, free)
     first, *others = applied(them, change)
-    assert len(first.plan.streamed) <= max(replace(first, active=True).cap, 0)
+    assert len(first.plan.streamed) <= max(replace(first, active=True, base=0).cap, 0)
     assert change.freed == freed([first, *others]) - freed(them)
     if not change.short:
         assert free + change.freed >= 0

@@ -132,10 +132,10 @@ the record: powers of two, phases apart, a 2 ms grid; conservative; a file that 
   cpu test_record.py::test_a_record_is_kept_in_a_file test_profile.py::test_a_record_is_measured_once
   cpu test_record.py::test_the_slo_is_listed_every_2_ms
   gpu figure:slo
-phases: prefill and decode with intervals of their own
+phases: prefill and decode with SLOs of their own, in turn with one plan for both
   bug policy/prompts-have-the-slo-of-tokens offload/manager/clients.py
   cpu test_tables.py::test_prefill_may_stream_more_than_decode
-  cpu test_manager_slo.py::test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval
+  cpu test_manager_slo.py::test_nothing_is_loaded_where_prefills_and_steps_take_turns
   gpu figure:slo
 admission: refused with the reason and the nearest SLO
   bug policy/last-model-is-refused offload/policy/coordinator.py

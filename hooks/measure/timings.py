@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ...offload.policy.plan import Plan
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.record.record import PHASES, Phase, Point, Record
 from .pace import Measured
@@ -105,6 +106,11 @@ class Timings:
         self._histograms: dict[Phase, Histogram] = {phase: Histogram() for phase in PHASES}
         self._uncounted: deque[tuple[Phase, float]] = deque()  # seconds that no histogram has yet
 
+    @property
+    def entering(self) -> float:
+        """Implements `IterationTimes.entering`."""
+        return 0.0 if self.record is None else self.record.entering
+
     def seconds(self, point: Point) -> float | None:
         """Implements `IterationTimes.seconds`."""
         if not self._pieces:
@@ -124,11 +130,14 @@ class Timings:
         seconds = time(record, "pieces", batch, length) if self._pieces and phase == "decode" else None
         return time(record, phase, batch, length) if seconds is None else seconds
 
-    def note(self, measured: Measured) -> bool:
-        """Notes the times of a forward. Returns whether the record has changed."""
+    def note(self, measured: Measured, plan: Plan | None = None) -> bool:
+        """Notes the times of a forward, under `plan`. Returns whether the record has changed."""
         point = measured.point
         if point is None or measured.seconds <= 0:
             return False
+        if plan is not None and plan.streamed and self.record is not None and self.record.entering:
+            resident = measured.seconds - len(plan.streamed) * self.record.entering
+            measured = measured._replace(seconds=resident) if resident > 0 else measured
         self.last[point.phase] = measured
         self._uncounted.append((point.phase, measured.total))  # counted later, as this runs for each token
         decodes = point.phase == "decode"

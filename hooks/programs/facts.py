@@ -17,7 +17,7 @@ from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
 from ..loading import has_weights, load_or_draw
 from ..manage import manage
-from ..managed import pace_of
+from ..managed import pace_of, residency_of
 from ..profile import Grid, load_or_measure
 from ..weights.model_parts import decoder_layers
 
@@ -48,7 +48,8 @@ def gather(
     model = load_or_draw(name)
     managed, device = manage(model), devices.require()
     streamed = managed.report().streamed
-    profile = load_or_measure(model, pace_of(managed), device, grid, force=force)
+    some = residency_of(managed).streaming_some
+    profile = load_or_measure(model, pace_of(managed), device, grid, force=force, streaming=some)
     record, page = profile.record, device.page_size
     slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
     pages, timed = layer_pages(model, page), {"prefill": "prefill", "decode": record.decoding}
@@ -131,7 +132,7 @@ def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Fa
     if not pages:
         raise ManageError("the model has no decoder layers that could stream")
     for point in sorted(record.seconds, key=lambda second: (get_args(Phase).index(second.phase), second)):
-        costs = Costs(tuple(pages), record.seconds[point], page_size / record.bandwidth)
+        costs = Costs(tuple(pages), record.seconds[point], page_size / record.bandwidth, record.entering)
         yield {
             **point._asdict(),
             "seconds": costs.seconds,

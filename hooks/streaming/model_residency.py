@@ -27,7 +27,7 @@ from ...offload.manager.decision import StreamDecision
 from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.coordinator import Refusal
-from ...offload.policy.plan import Plan
+from ...offload.policy.plan import Plan, streaming
 from ...offload.record.record import Point, Record
 from ..device import graphs, managers
 from ..device.managers import Giver
@@ -147,7 +147,7 @@ class ModelResidency:
             return
         for measured in self._pace.drain():
             self.waited += measured.stall
-            if self.timings.note(measured) and self._governed:
+            if self.timings.note(measured, self.arrangement.plan) and self._governed:
                 self._manager.changed(self)
         if self._arranged is not None and self.waited >= self._arranged.rent and self._governed:
             self._manager.changed(self)
@@ -228,6 +228,26 @@ class ModelResidency:
         with self.captured.lock, self.streaming.revealing, governed:
             yield self.arrangement
 
+    @contextmanager
+    def streaming_some(self, interval: int) -> Iterator[int]:
+        """Has every `interval`-th layer stream too, for a measurement, and yields how many more do so: 0 where there is
+        no room for that on the host, or too few layers are resident."""
+        before, pages = self.plan, self.plan.pages
+        more = {layer for layer in range(interval - 1, len(pages), interval) if pages[layer]}
+        plan = streaming(pages, sorted({*before.streamed, *more}), max(1, len(before.slot_pages)))
+        self.stop()  # the manager would take it back
+        try:
+            try:
+                with self.captured.lock:
+                    self._change(plan)
+            except (PoolExhausted, ManageError):
+                pass  # the arrangement is valid as it is
+            yield len({*self.plan.streamed}.difference(before.streamed))
+        finally:
+            with suppress(PoolExhausted, ManageError), self.captured.lock:
+                self._change(before)
+            self.resume()
+
     def report(self) -> Report:
         """Makes the report: which layers stream, why, and at which cost."""
         graphs.tell_of_dropped()
@@ -249,6 +269,7 @@ class ModelResidency:
             kv=self.caches(),
             lending=self._manager.repayment.lending_of(self),
             why=why,
+            entering=self.timings.entering,
         )
 
     def caches(self) -> tuple[Streamed, ...]:

@@ -81,6 +81,10 @@ class Offer:
 class IterationTimes(Protocol):
     """Seconds of iterations of a model with every layer resident; None where nobody knows."""
 
+    @property
+    def entering(self) -> float:
+        """Seconds that the host takes for each layer that streams, 0 where nobody knows."""
+
     def seconds(self, point: Point) -> float | None:
         """Returns what such an iteration takes at most."""
 

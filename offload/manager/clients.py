@@ -83,7 +83,7 @@ class ModelState(ClientState):
     `held`: while not empty, nothing of it may be taken. `grant`: a plan with more resident layers, for which there are
     pages to spare; `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last.
     `passes`: its iterations since its plan was compared last, by phase; `due`: after how many the next comparison is;
-    `streams`: did it stream at its last decision?"""
+    `streams`: did it stream at its last decision? `sizes`: of its last iterations, each time that they changed."""
 
     model: ModelClient
     base: int
@@ -99,13 +99,25 @@ class ModelState(ClientState):
     passes: Counter[Phase] = field(default_factory=Counter)
     due: int = 0
     streams: bool = False
+    sizes: dict[Phase, deque[Point]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.due = self.tuning.look
+        self.sizes = {phase: deque([size], self.tuning.sizes) for phase, size in FIRST.items()}
+
+    def turn_to(self, point: Point) -> None:
+        """Notes that iterations of another size begin."""
+        self.point = self.last[point.phase] = point
+        self.sizes[point.phase].append(point)
 
     @property
     def has_slo(self) -> bool:
         return self.model.tpot_slo is not None or self.model.ttft_slo is not None
+
+    @property
+    def alternates(self) -> bool:
+        """Does one plan serve both phases, as both have an SLO? See coordinator.py, Note [Phases in turn]."""
+        return self.model.tpot_slo is not None and self.model.ttft_slo is not None
 
     @property
     def auto(self) -> bool:
@@ -137,8 +149,11 @@ class ModelState(ClientState):
 
     def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
         """Returns the usual seconds of such an iteration; None where it was not measured."""
-        seconds = self.model.timings.typical(point)
-        return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
+        timings = self.model.timings
+        seconds = timings.typical(point)
+        if seconds is None or page_seconds is None:
+            return None
+        return Costs(self.model.plan.pages, seconds, page_seconds, timings.entering)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
         """Returns the plan that memory demands now; see remap.standing."""
@@ -172,7 +187,7 @@ class ModelState(ClientState):
             seconds = max(1, sum(pages)) * (page_seconds or 1.0) / ratio
         if page_seconds is None:
             page_seconds = seconds * ratio / max(1, sum(pages))
-        return Costs(pages, seconds, page_seconds), measured
+        return Costs(pages, seconds, page_seconds, self.model.timings.entering), measured
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ Note [One slot or two]
     when a model comes. Once its iterations and the link have been measured `faster` compares again, over all that the
     model did of late, each phase by its share. To change costs copies and may cost host pages, so the other plan has
     to save a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing
-    flaps, also where prompts and answers come in turns. An SLO chooses its own plan.
+    flaps, also where prompts and answers come in turns. An SLO chooses its own plan, and two that for both phases.
 
 Note [Back by rent]
     Layers that iterations wait for come back as soon as that has cost what their way there and back takes, to pages
@@ -46,8 +46,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ...allocator.units import format_time
-from ..policy.coordinator import FIXED, LinkClient, LinkOption, Refusal, RunningShares, Shares, share, share_running
-from ..policy.plan import Costs, Plan, fewest, fitting, meeting
+from ..policy.coordinator import (
+    FIXED,
+    LinkClient,
+    LinkOption,
+    PhaseDemand,
+    Refusal,
+    RunningShares,
+    Shares,
+    share,
+    share_running,
+)
+from ..policy.plan import Costs, Plan, fewest, fitting, loaded, meeting
 from ..policy.price import until_used
 from ..policy.remap import Model, activate
 from ..policy.rental import threshold
@@ -163,9 +173,9 @@ class Situation:
 
     def client(self, state: ModelState, point: Point, room: int) -> LinkClient:
         """Returns the model as coordinator.py takes it, with so many pages beside those that it has."""
-        costs, _ = self.costs(state, point)
+        (costs, slo), *beside = self.demands(state, point)
         plan = self.standing(state)
-        slo, available = state.slo(point.phase), plan.device_pages + room
+        available = plan.device_pages + room
         idle = state.number not in self.active
         free = state.auto and slo < math.inf and fitting(costs, available) is not None
         fixed = None if free else plan
@@ -180,7 +190,33 @@ class Situation:
             fixed=fixed,
             least=least,
             parts=state.tuning.link_parts,
+            beside=tuple(beside) if free else (),
+            standing=plan,
         )
+
+    def demands(self, state: ModelState, point: Point) -> list[PhaseDemand]:
+        """What the plan of an iteration like `point` has to keep, that one first. Where phases take turns the longest
+        iteration of late counts for each, as it was measured. See coordinator.py, Note [Phases in turn]."""
+        here = [PhaseDemand(self.costs(state, point)[0], state.slo(point.phase))]
+        if not state.alternates:
+            return here
+        for phase, sizes in sorted(state.sizes.items(), key=lambda its: its[0] != point.phase):
+            measured = [costs for size in sizes for costs, known in [self.costs(state, size)] if known]
+            if phase == point.phase:
+                here = [PhaseDemand(max([here[0].costs, *measured], key=lambda costs: costs.seconds), here[0].slo)]
+            elif measured:
+                here.append(PhaseDemand(max(measured, key=lambda costs: costs.seconds), state.slo(phase)))
+        return here
+
+    def is_late(self, state: ModelState, point: Point, plan: Plan) -> bool:
+        """Would the next iteration miss its SLO for what is loaded for `plan` before, though its plan so far keeps
+        both, with no more of the link? The plan then waits for an iteration that has the time."""
+        demands, before = self.demands(state, point), self.standing(state)
+        if not state.alternates or state.taken or before.host_pages > plan.host_pages:
+            return False
+        (costs, slo), *_ = demands
+        late = costs.of(plan) + loaded(before, plan) * costs.page_seconds > slo >= costs.of(plan)
+        return late and before != plan and all(demand.costs.of(before) <= demand.slo for demand in demands)
 
     def _least(self, state: ModelState, phase: Phase) -> int:
         """Device pages that the model's SLO needs: those of the plan that it was given, or would be given alone."""
@@ -189,9 +225,7 @@ class Situation:
             return 0
         if state.lent is not None and state.point == state.last[phase]:
             return state.lent.device_pages
-        costs, _ = self.costs(state, state.last[phase])
-        interval = _meeting(costs, slo)
-        return costs.plan(costs.none if interval is None else interval).device_pages
+        return max(_needed(demand) for demand in self.demands(state, state.last[phase]))
 
 
 @lru_cache(maxsize=256)
@@ -201,7 +235,11 @@ def _kept(costs: Costs, floor: int, available: int) -> int:
     return min(floor, max((pages for pages in every if pages <= available), default=0))
 
 
-_meeting = lru_cache(maxsize=256)(meeting)
+@lru_cache(maxsize=256)
+def _needed(demand: PhaseDemand) -> int:
+    """Device pages of the plan with which an SLO is kept, alone on the link; of all layers where it cannot be."""
+    interval = meeting(demand.costs, demand.slo)
+    return demand.costs.plan(demand.costs.none if interval is None else interval).device_pages
 
 
 def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
@@ -227,12 +265,14 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     taken = any(state.name == model.name for state in now.states)
     new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model, 0)
     only = model.interval if isinstance(model.interval, int) else None
+    kept: list[PhaseDemand] = []
     for phase, point in FIRST.items():
         costs, measured = now.costs(new, point)
         if new.slo(phase) == math.inf or not measured:
             continue
         slo, parts = new.slo(phase), new.tuning.link_parts
-        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts)
+        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts, beside=tuple(kept))
+        kept.append(PhaseDemand(costs, slo))
         wide = [now.client(state, state.last["decode"], _all(state)) for state in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue
@@ -375,8 +415,11 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         if now.planned(state, point, option).device_pages > within:
             now.short = True
             return _made(now, state, point, standing, "as it is, until others on the link have made room")
-    plan = state.lent = now.planned(state, point, option)
+    plan = now.planned(state, point, option)
     interval = None if option.interval == FIXED else option.interval
+    if now.is_late(state, point, plan):
+        plan, interval = standing, None
+    state.lent = plan
     aim = f"a {'decode step' if point.phase == 'decode' else 'prefill'} within {format_time(state.slo(point.phase))}"
     refusal = now.settled.missed.get(state.name)
     if refusal is None:
@@ -387,7 +430,10 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         )
         return _made(now, state, point, plan, what, interval)
     now.short = True
-    why = f"{aim} is not kept, and as little streams as memory allows. {refusal}"
+    least = "of what fits that at which the fewest SLOs are missed, by the least" if state.alternates else ""
+    if state.name in now.settled.kept:
+        return _made(now, state, point, plan, f"{aim} is kept, the SLO of the other phase is not: {least}", interval)
+    why = f"{aim} is not kept, and {least or 'as little streams as memory allows'}. {refusal}"
     made = _made(now, state, point, plan, why, interval, refusal)
     if point.phase in state.noticed:
         return made
@@ -408,12 +454,14 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
 
 def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
-    `restore` gives layers back in time; to do so at once would flap with the batch."""
+    `restore` gives layers back in time; to do so at once would flap with the batch. A model that came with more takes
+    pages from others for that: free ones were left for KV when it came, and go to it after a dwell."""
     standing = now.standing(state)
     models = [now.model(member) for member in now.states if member is state or (member.auto and not member.held)]
-    change = activate(models, state.name, now.spare)
+    came = len(standing.streamed) <= state.base
+    change = activate(models, state.name, 0 if came else now.spare)
     plan = change.plans.get(state.name)
-    if plan is None:
+    if plan is None or (came and len(change.plans) == 1):
         return _made(now, state, point, standing, _reason(state, standing))
     if not change.short:
         return _made(now, state, point, plan, "it decodes: no more layers stream than hide behind that")

@@ -337,7 +337,7 @@ class MemoryManager:
             self._known.moved()
         self._known.clients.running.began(state, now)
         if state.point != point:
-            state.point = state.last[point.phase] = point
+            state.turn_to(point)
             self._known.moved()
 
     def _compare(self, state: ModelState, point: Point, now: float, free: int) -> None:

@@ -5,8 +5,9 @@ Note [Algorithm 1]
     Read here: a model is at its end when it streams as many layers as its cap, not as many as it has; the model that
     was popped is asked again until then; what lines 7-12 do gives layers back, and remaps nothing. A cap counts the
     layers that stream (m) and not those whose pages are free (m - β): N in §5.3 is m. It is the largest m with T_T·m ≤
-    T_compute (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always
-    leaves one layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
+    T_compute (§5.3), which has what the host takes for these layers (`Costs.entering`), of a decode step for a model
+    that runs and of a prefill for one that waits for work, and always leaves one layer (§5.2). How many slots (β) is
+    decided by the times that the schedule of either number gives (§5.4).
 
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
@@ -104,10 +105,12 @@ class Remapping:
 def cap(costs: Costs, capped: bool = True) -> int:
     """Returns the most layers whose copies take no longer than the iteration, or where not `capped` that there are;
     never all that have pages. See Note [Algorithm 1]."""
-    pages = costs.pages
+    pages, total = costs.pages, sum(costs.pages)
+    entering = costs.host * total / max(1, len(pages))  # in pages computed
 
     def hidden(count: int) -> bool:
-        return not capped or sum(pages[layer] for layer in spread(pages, count)) * costs.ratio <= sum(pages)
+        at = spread(pages, count)
+        return not capped or sum(pages[layer] for layer in at) * costs.ratio <= total + len(at) * entering
 
     return max(takewhile(hidden, range(max(1, sum(map(bool, pages))))))
 
@@ -163,13 +166,13 @@ def remap(models: Iterable[Model], wanted: int, free: int) -> Remapping:
 
 
 def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
-    """Plans the first decode step of an idle model that has work again: it streams no more than its decode cap, and
-    pages for that are taken from others where too few are `free`. Where the result is `short` the model must wait.
-    `freed`: of all plans together, negative where free pages are taken. KeyError."""
+    """Plans the first decode step of an idle model that has work again: it streams no more than its decode cap, however
+    many it came with, and pages for that are taken from others where too few are `free`. Where the result is `short`
+    the model must wait. `freed`: of all plans together, negative where free pages are taken. KeyError."""
     model = next((candidate for candidate in models if candidate.name == name), None)
     if model is None:
         raise KeyError(name)
-    running = replace(model, active=True)
+    running = replace(model, active=True, base=0)
     if len(model.plan.streamed) <= running.cap:
         return Remapping({}, 0, 0)
     least = smallest(model.plan.pages, running.cap)
