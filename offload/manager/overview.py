@@ -19,9 +19,10 @@ Note [Locks]
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...allocator.events import Events
 from ..policy.coordinator import RunningShares
@@ -32,7 +33,7 @@ from ..record.record import Point
 from .activity import Progress
 from .candidates import Back, listed, of_models, plan_restore
 from .client import KEYS_PER_CLIENT, ModelClient
-from .clients import Clients, Held, ModelState
+from .clients import Clients, Held, ModelState, Version
 from .decision import Situation, StreamDecision
 from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
 
@@ -97,6 +98,15 @@ class Duplicates:
         self.post()
 
 
+class Calm(NamedTuple):
+    """Under what a decision holds as it is: until the `version` is another one, the clock has passed `until`, or other
+    numbers of pages are free, or in the budget in bytes, than (free, budget) of `seen`."""
+
+    version: int
+    until: float
+    seen: tuple[int, int]
+
+
 class Overview:
     """The state that decisions read and change under `lock`. Not thread-safe."""
 
@@ -112,7 +122,10 @@ class Overview:
         self.tuning: Final = tuning
         self.clock: Final = around.clock
         self.lock: Final = threading.Lock()
-        self.clients: Final = Clients(tuning.pages.idle, Progress(around.marks, around.clock), tuning.weights)
+        self.version: Final = Version()
+        self.calm: Calm | None = None  # under what the last decision holds; None: for no time
+        progress = Progress(around.marks, around.clock)
+        self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
         self.lending: Final = Lending(window, tuning.loans)
         self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
         # answers that are repeated while nothing changes
@@ -120,8 +133,8 @@ class Overview:
         self.settled: RunningShares | None = None
         self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
         # pages
-        self.pages: Final = DevicePages(device, tuning.pages, around.waits)
-        self.list: Final = Published(device)
+        self.pages: Final = DevicePages(device, tuning.pages, around.waits, self.version)
+        self.list: Final = Published(device, self.version)
         self.events: Final = Events() if around.events is None else around.events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
@@ -141,7 +154,7 @@ class Overview:
         self.answers.clear()
         self.settled = None
         self._candidates = None
-        self.list.stale = True
+        self.list.outdate()
 
     def models_changed(self) -> None:
         """Drops the candidates of models, which may not hold any more."""
@@ -184,11 +197,12 @@ class Overview:
             or last.phase != phase  # these three as `Point.counts_for`
             or not last.batch < 2 * batch <= 2 * last.batch
             or not last.length < 2 * length <= 2 * last.length
-            or self.list.stale
-            or self.clients.gone
-            or now >= self.clients.idleness.calm_until
-            or (now >= self.lending.due_at and self.clients.several)
-            or not self.pages.unchanged(now)
+            or (calm := self.calm) is None
+            or calm.version != self.version.number
+            or now >= calm.until
+            or calm.seen != (self.device.available, self.device.budget)
+            or self.device.page_request
+            or (self.clients.idleness.scheduled and not self.clients.idleness.is_calm(now))
         ):
             return None
         if taken := self.device.taken():
@@ -200,13 +214,21 @@ class Overview:
         self.clients.running.began(state, now)
         return decision
 
+    def settle(self, version: int) -> None:
+        """Notes under what a decision holds that was made at this `version`: until an event, or the time at which
+        somebody becomes idle, a dwell or a shortage of pages ends, or reserves are due."""
+        due = self.lending.due_at if self.clients.several else math.inf
+        until = min(self.clients.idleness.calm_until, self.pages.quiet_until, due)
+        holds = version == self.version.number and until > -math.inf and not self.list.stale
+        self.calm = Calm(version, until, self.pages.seen) if holds else None
+
     def update_idle(self, now: float) -> None:
         """Updates which clients are idle, and in which order they were used."""
         models, caches = self.clients.idleness.rested(now)
         if models:
             self.moved()
         if caches:
-            self.list.stale = True
+            self.list.outdate()
 
     def look(self, now: float) -> int:
         """Reads how many pages are free, returns it, and grants spare ones to clients that gave theirs."""
