@@ -428,7 +428,8 @@ class Managed:
         cache = kwargs.get("cache")
         if cache is None:
             cache = kwargs.get("past_key_values")
-        if cache is not None and self._residency.continues(args, kwargs, cache):
+        if cache is not None and self._residency.alike.continues(args, kwargs, cache):
+            self._residency.captured.thread.open = True
             return
         self._point.of = point = point_of(args, kwargs)
         self._residency.before(point, cache, kwargs)

@@ -6,13 +6,6 @@ Note [Between iterations]
     no kernel of the model is about to be launched. Where another thread runs the model too, or a change cannot be made
     now, nothing changes and the next forward asks again.
 
-Note [Steps like the last]
-    A decode step of as many sequences, with the same cache, after which nothing has happened is begun in one call
-    (`continues`): the manager's version, the time until which its decision holds, and the core's numbers are those of
-    the step before it (memory_manager.py, Note [Events]). Of such steps two in a row are timed of each `sampled`: two,
-    as the time per token is that between them. While a time is being learned, or somebody listens, all are. No step is
-    taken for one like the last whose tokens may be more than those that the last decision was made for.
-
 Note [Nothing is prepared]
     A resident layer may be taken at any moment: the core then copies its bytes to the host, and waits for everything
     that was submitted. So no host memory is used, and nothing is copied or watched, before pages have really run out.
@@ -20,12 +13,8 @@ Note [Nothing is prepared]
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from threading import get_ident
 from typing import Any, Final, Literal
 
 import torch
@@ -34,7 +23,6 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...allocator.notices import warn
-from ...offload.manager.clients import ModelState
 from ...offload.manager.decision import StreamDecision
 from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
@@ -46,18 +34,17 @@ from ..device.managers import Giver
 from ..device.references import label
 from ..forward.hook_base import local_layers_of
 from ..forward.lease import Turns
-from ..measure.pace import PACKED, Pace
+from ..measure.pace import Pace
 from ..measure.report import Report
 from ..measure.timings import Timings
 from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
+from .steps_alike import StepsAlike
 from .streamed import Streaming
 
 _NONE: Final[Mapping[str, Any]] = {}
-# arguments whose sizes `_Steps.shape` does not tell
-_ONE_OF: Final = PACKED | {"inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"}
 
 
 class ModelResidency:
@@ -81,6 +68,7 @@ class ModelResidency:
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
         self.timings = Timings(lambda: manager.link.bandwidth, manager.tuning.weights)
+        self.alike = StepsAlike(weights.device, manager, pace, self.timings)
         self.streaming = Streaming(
             weights.ring,
             turns,
@@ -102,14 +90,12 @@ class ModelResidency:
         self._manager = manager
         self._turns = turns
         self._tuning = manager.tuning.weights
-        self._arranged: StreamDecision | None = None  # the decision that is in force; any change makes a new one
         self._patience = 0
         # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
         # their pages go to the layers' own addresses? One with gradients reads those, so it does not wait.
         self.settling = False
         self._unmeasured = 0  # iterations to which the link matters while it is not measured
         self._governed = self._was_governed = False
-        self._here = _Here()
 
     # What the manager asks
 
@@ -153,8 +139,7 @@ class ModelResidency:
     def before(self, point: Point | None, cache: object = None, kwargs: Mapping[str, Any] = _NONE) -> None:
         """Begins an iteration, see Note [Between iterations]. `cache`, `kwargs`: of the forward. WeightsFileChanged,
         DriverError; ManageError where a capture runs and layers stream."""
-        reclaimed, here = self._weights.device.reclaimed, self._here
-        here.steps, here.state, here.timed = None, None, here.timed + 1
+        reclaimed = self.alike.look()
         self.captured.thread.open = True
         if graphs.GRAPHS.loosened:
             graphs.tell_of_dropped()
@@ -168,7 +153,7 @@ class ModelResidency:
                 self._manager.changed(self)
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
-            if decision is not self._arranged:
+            if decision is not self.alike.decision:
                 self._arrange(decision)
         if (
             self._governed
@@ -177,38 +162,8 @@ class ModelResidency:
         ):
             self._measure_link()
         self._pace.begin(point)
-        if here.timed > 1 and point is not None and point.phase == "decode" and cache is not None:
-            here.steps = self._steps(point, reclaimed, cache, kwargs)
-
-    def continues(self, args: Sequence[Any], kwargs: Mapping[str, Any], cache: object) -> bool:
-        """Begins an iteration like the last one on this thread, after which nothing has happened; in one call, as it
-        runs for each token. False, and nothing was done, where `before` has to look: see Note [Steps like the last]."""
-        here, manager, device = self._here, self._manager, self._weights.device
-        if (
-            (steps := here.steps) is None
-            or not steps.left
-            or steps.version != manager.version.number
-            or cache is not steps.cache()
-            or kwargs.keys() != steps.names
-            or (args[0] if args else kwargs.get("input_ids")).shape != steps.shape
-            or (now := manager.clock()) >= steps.until
-            or (device.available, device.budget) != steps.seen
-            or device.reclaimed != steps.reclaimed
-            or device.page_request
-            or steps.decision is not self._arranged
-            or self._pace.listeners
-            or graphs.GRAPHS.loosened
-            or self._pace.capturing()
-        ):
-            return False
-        steps.left -= 1
-        here.timed, here.state = 0, steps.state
-        steps.state.used = steps.state.activity.at = now
-        if manager.running.ahead:
-            manager.began(steps.state)
-        manager.running.on[get_ident()] = steps.state
-        self.captured.thread.open = True
-        return True
+        if self._governed:
+            self.alike.looked(self, point, cache, kwargs, reclaimed)
 
     def require(self, tpot: float | None, ttft: float | None, others: bool) -> None:
         """Notes the SLOs of the next iteration's requests, in seconds, beside the model's own, and whether `others`
@@ -229,15 +184,10 @@ class ModelResidency:
         """Notes the end of a forward."""
         self._weights.freed_at_end = self._weights.group.unpinned
         self.captured.thread.open = False
-        here, running = self._here, self._manager.running
-        state, here.state = here.state, None
-        if state is None:
+        looked_at, more = self.alike.ended()
+        if looked_at:
             self._pace.end()
-        elif not running.ahead and get_ident() not in running.read:  # `Running.ended`, without its call
-            state.activity.at = self._manager.clock()
-            running.on.pop(get_ident(), None)
-            return
-        if self._governed:
+        if more and self._governed:
             self._manager.after(self)
 
     def start(self, measured: Callable[[], Record], always: bool = False) -> None:
@@ -328,31 +278,9 @@ class ModelResidency:
         self.captured.forget()
         self.arrangement.close()
 
-    def _steps(self, point: Point, reclaimed: int, cache: object, kwargs: Mapping[str, Any]) -> _Steps | None:
-        """Returns what holds for the next steps, if they are like this one, which is about to run; None where they have
-        to be looked at. `reclaimed`: pages that the core had taken before the decision."""
-        calm, tokens = self._manager.calm, point.corner.length - point.length
-        if (
-            calm is None
-            or not self._governed
-            or self._arranged is None
-            or self.arrangement.plan.streamed
-            or not self.timings.settled(point)
-            or not _ONE_OF.isdisjoint(kwargs)
-        ):
-            return None
-        if (state := self._manager.state_of(self)) is None:
-            return None
-        shape, left = torch.Size((point.batch, 1)), min(tokens, self._tuning.sampled - 2)
-        try:
-            its = weakref.ref(cache)
-        except TypeError:
-            return None
-        return _Steps(*calm, reclaimed, self._arranged, state, its, shape, frozenset(kwargs), left)
-
     def _arrange(self, decision: StreamDecision) -> None:
         """Carries out a decision, if that can be done now."""
-        self.decision, self._arranged, plan = decision, None, self.arrangement.plan
+        self.decision, self.alike.decision, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:
             warn(decision.notice)
         settling, self.settling = self.settling and not torch.is_grad_enabled(), False
@@ -372,7 +300,7 @@ class ModelResidency:
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
         if self.arrangement.has_arranged(decision.plan):
-            self._arranged = decision
+            self.alike.decision = decision
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
@@ -403,32 +331,6 @@ class ModelResidency:
             with suppress(_Later), self._manager.changing(self):
                 raise _Later
             self._manager.changed(self)
-
-
-@dataclass(slots=True)
-class _Steps:
-    """What holds for decode steps like the last. `version`, `until`, `seen`: of `Calm`; `reclaimed`: pages that the
-    core has taken so far; `decision`: that is in force, for the model of `state`; `cache`: refers to that of the step;
-    `shape`: of its tokens; `names`: of its arguments; `left`: how many may follow."""
-
-    version: int
-    until: float
-    seen: tuple[int, int]
-    reclaimed: int
-    decision: StreamDecision
-    state: ModelState
-    cache: weakref.ref[Any]
-    shape: torch.Size
-    names: frozenset[str]
-    left: int
-
-
-class _Here(threading.local):
-    """The steps of this thread. `timed`: in a row so far; `state`: of the model in a step that `continues`."""
-
-    steps: _Steps | None = None
-    timed = 0
-    state: ModelState | None = None
 
 
 def _strictest(*slos: float | None) -> float | None:

@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..policy.lending import Use
 from ..policy.plan import Costs, Plan
@@ -42,9 +42,20 @@ from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, Client, ModelClient, Off
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 
 
+class Validity(NamedTuple):
+    """Under what a decision holds as it is: until the `version` is another one, the clock has passed `until`, or other
+    numbers of pages are free, or in the budget in bytes, than (free, budget) of `seen`."""
+
+    version: int
+    until: float
+    seen: tuple[int, int]
+
+
 class Version:
     """The version of what a manager has decided: `number` is another one after each event that may change a decision.
-    Read on any thread, without a lock or a call."""
+    `validity`: under what the last one holds, None for no time. Read on any thread, without a lock or a call."""
+
+    validity: Validity | None = None
 
     def __init__(self) -> None:
         self._numbers = count(1)

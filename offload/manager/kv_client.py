@@ -28,9 +28,9 @@ from ..residency.kv_extent import KVExtent, KVExtents, coldest
 from ..residency.kv_slots import Slice
 from ..residency.mover import Runs
 from .client import INDICES_PER_SPLIT, Offer, PageClient
+from .clients import Validity
 from .kv_read_plan import KVReadPlan, Streamed
 from .memory_manager import MemoryManager
-from .overview import Calm
 
 
 class KVTurns:
@@ -47,7 +47,7 @@ class KVTurns:
         self.appended: list[int] = []  # the same, in this iteration
         self.first: tuple[int, int] | None = None  # the layer that began this iteration
         self.since = 0  # appends since the last one of `first`
-        self.calm: Calm | None = None  # under what nothing has to be done for the next iterations
+        self.validity: Validity | None = None  # under what nothing has to be done for the next iterations
         self.left = 0  # how many they are
         self.skipped = False  # was nothing done for the last one?
 

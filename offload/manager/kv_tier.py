@@ -47,7 +47,7 @@ class KVTier:
         self._slot_changes = 0  # the count of slot changes that the manager was told last
         self.client.model_name = model_name
         self.number = manager.add_client(self.client)
-        self._state = manager.state_numbered(self.number)
+        self._state = manager.clients.numbered(self.number)
 
     def add(self, extent: KVExtent) -> int:
         """Adds a range and returns its number."""
@@ -87,7 +87,8 @@ class KVTier:
         `stream`. `more`: pages that each range gets for them; `forward`: the number of its lease, 0 outside of one.
         DriverError."""
         client, way, turns = self.client, self._way, self.turns
-        calm, reclaimed = self.manager.calm, self._device.reclaimed
+        validity = None if self.manager.clients.idleness.scheduled else self.manager.version.validity
+        reclaimed = self._device.reclaimed
         if turns.skipped:
             way.forget_iteration()
         if self.manager.taken_of(self.number):
@@ -116,7 +117,7 @@ class KVTier:
             self._slot_changes = way.changes
             self.manager.client_changed(self.number)
         alike = turns.forward and rows == 1 and not (turns.skipped or more or client.saving.busy)
-        turns.calm, self._reclaimed = calm if alike else None, reclaimed
+        turns.validity, self._reclaimed = validity if alike else None, reclaimed
         turns.left, turns.skipped = self.manager.tuning.weights.sampled - 2, False
 
     def continues(self, lease: int) -> bool:
@@ -124,18 +125,19 @@ class KVTier:
         it runs for each token. False, and nothing was done, where `iteration` has to look."""
         turns, manager = self.turns, self.manager
         if (
-            (calm := turns.calm) is None
+            (validity := turns.validity) is None
             or not turns.left
             or turns.since + 1 < turns.layers
-            or calm.version != manager.version.number
-            or (now := manager.clock()) >= calm.until
+            or validity.version != manager.version.number
+            or (now := manager.clock()) >= validity.until
             or self._device.reclaimed != self._reclaimed
             or (state := self._state) is None
         ):
             return False
         self.client.used = state.activity.at = now
-        if manager.running.ahead and (thread := get_ident()) in manager.running.on:
-            manager.running.read.setdefault(thread, set()).add(state)
+        running = manager.clients.running
+        if running.ahead and (thread := get_ident()) in running.on:
+            running.read.setdefault(thread, set()).add(state)
         turns.left -= 1
         turns.forward, turns.stream, turns.skipped = lease, -1, True  # the core is told of the stream
         return True
@@ -144,7 +146,7 @@ class KVTier:
         """Notes that so many more pages are full. `soon`: where pages are scarce the manager is told before the next
         iteration, once they are worth a new list."""
         self._unreported += pages
-        self.turns.calm = None
+        self.turns.validity = None
         total = self._device.budget // self._device.page_size
         if not soon or not worth_telling(self._unreported, total, self._tuning):
             return

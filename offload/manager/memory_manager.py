@@ -18,7 +18,7 @@ Note [Events]
     idle, a dwell or a shortage ends, a reserve is due. While pages are short that is at once.
     So a forward compares the version, the time, and the core's numbers; where they are those of the last decision it is
     told the same (`Overview.repeated`), and a decode step like the one before does not even ask
-    (hooks/streaming/model_residency.py, Note [Steps like the last]), nor does its cache (kv_tier.py).
+    (hooks/streaming/steps_alike.py, Note [Steps like the last]), nor does its cache (kv_tier.py).
     An event on another thread while this one compares counts from the next iteration on.
 """
 
@@ -40,11 +40,11 @@ from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .candidates import restored_on_use
 from .client import ModelClient, PageClient
-from .clients import ModelState, PageState
+from .clients import ModelState
 from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
-from .overview import Calm, Overview
+from .overview import Overview
 from .reclaim import ModelChange, ReclaimLevels, ReclaimList, Repayment
 
 
@@ -87,7 +87,8 @@ class MemoryManager:
         self.levels: Final = ReclaimLevels(known, self.reclaim)
         self.duplicates: Final = known.duplicates
         self.version: Final = known.version
-        self.running: Final = known.clients.running
+        self.clients: Final = known.clients
+        self.lock: Final = known.lock
         self._known = known
 
     # -- models
@@ -172,25 +173,6 @@ class MemoryManager:
         with self._known.lock:
             self._known.settle(version)
         return decision
-
-    def began(self, state: ModelState) -> None:
-        """An iteration of the model begins, of which `before` has nothing to decide."""
-        with self._known.lock:
-            self.running.began(state, self.clock())
-
-    def state_of(self, model: ModelClient) -> ModelState | None:
-        """The record of a model; None where it is gone."""
-        return self._known.clients.get(model)
-
-    def state_numbered(self, number: int) -> PageState | None:
-        """The record of a page client; None where it is gone."""
-        return self._known.clients.numbered(number)
-
-    @property
-    def calm(self) -> Calm | None:
-        """Under what the last decision holds; None: the next iteration asks again, as schedulers do not say when
-        requests come or go."""
-        return None if self._known.clients.idleness.scheduled else self._known.calm
 
     def after(self, model: ModelClient) -> None:
         """The iteration has been launched, or failed: the model is in use until the device has done it."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...allocator.events import Events
 from ..policy.coordinator import RunningShares
@@ -33,7 +33,7 @@ from ..record.record import Point
 from .activity import Progress
 from .candidates import Back, listed, of_models, plan_restore
 from .client import KEYS_PER_CLIENT, ModelClient
-from .clients import Clients, Held, ModelState, Version
+from .clients import Clients, Held, ModelState, Validity, Version
 from .decision import Situation, StreamDecision
 from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
 
@@ -98,15 +98,6 @@ class Duplicates:
         self.post()
 
 
-class Calm(NamedTuple):
-    """Under what a decision holds as it is: until the `version` is another one, the clock has passed `until`, or other
-    numbers of pages are free, or in the budget in bytes, than (free, budget) of `seen`."""
-
-    version: int
-    until: float
-    seen: tuple[int, int]
-
-
 class Overview:
     """The state that decisions read and change under `lock`. Not thread-safe."""
 
@@ -123,7 +114,6 @@ class Overview:
         self.clock: Final = around.clock
         self.lock: Final = threading.Lock()
         self.version: Final = Version()
-        self.calm: Calm | None = None  # under what the last decision holds; None: for no time
         progress = Progress(around.marks, around.clock)
         self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
         self.lending: Final = Lending(window, tuning.loans)
@@ -189,7 +179,7 @@ class Overview:
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
         """Returns the model's last decision at the beginning of an iteration, where all that it depends on is
-        unchanged; else None, with nothing noted. See memory_manager.py, Note [The same answer]. KeyError."""
+        unchanged; else None, with nothing noted. See memory_manager.py, Note [Events]. KeyError."""
         state = self.clients.by_model[id(model)]
         last, (phase, batch, length) = state.point, point
         if (
@@ -197,10 +187,10 @@ class Overview:
             or last.phase != phase  # these three as `Point.counts_for`
             or not last.batch < 2 * batch <= 2 * last.batch
             or not last.length < 2 * length <= 2 * last.length
-            or (calm := self.calm) is None
-            or calm.version != self.version.number
-            or now >= calm.until
-            or calm.seen != (self.device.available, self.device.budget)
+            or (validity := self.version.validity) is None
+            or validity.version != self.version.number
+            or now >= validity.until
+            or validity.seen != (self.device.available, self.device.budget)
             or self.device.page_request
             or (self.clients.idleness.scheduled and not self.clients.idleness.is_calm(now))
         ):
@@ -220,7 +210,7 @@ class Overview:
         due = self.lending.due_at if self.clients.several else math.inf
         until = min(self.clients.idleness.calm_until, self.pages.quiet_until, due)
         holds = version == self.version.number and until > -math.inf and not self.list.stale
-        self.calm = Calm(version, until, self.pages.seen) if holds else None
+        self.version.validity = Validity(version, until, self.pages.seen) if holds else None
 
     def update_idle(self, now: float) -> None:
         """Updates which clients are idle, and in which order they were used."""

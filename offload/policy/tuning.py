@@ -99,7 +99,7 @@ class WeightPlans:
     # decisions made anew. Chosen.
     tell: int = 16
     news: float = 1 / 16
-    # Of so many decode steps that are alike two are looked at and timed (model_residency.py, kv_tier.py): the 85 calls
+    # Of so many decode steps that are alike two are looked at and timed (steps_alike.py, kv_tier.py): the 85 calls
     # of Python that this takes are 5 a step then. Chosen.
     sampled: int = 32
     # Parts of the link by which needs are told apart (coordinator.py): a thousandth. Chosen.
