@@ -23,9 +23,8 @@ import torch
 
 from ...allocator._native import Device
 from ...offload.manager.client import ModelClient
-from ...offload.manager.clients import ModelState
 from ...offload.manager.decision import StreamDecision
-from ...offload.manager.memory_manager import MemoryManager
+from ...offload.manager.memory_manager import MemoryManager, ModelState
 from ...offload.record.record import Point
 from ..device import graphs
 from ..measure.pace import PACKED, Pace

@@ -40,7 +40,7 @@ from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .candidates import restored_on_use
 from .client import ModelClient, PageClient
-from .clients import ModelState
+from .clients import ModelState as ModelState  # a part of the face
 from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
