@@ -145,7 +145,7 @@ def attach_caches(
 
     def lends(pages: int) -> Lendable:
         it = residency()
-        return Lendable(0, 0, 0) if it is None else managers.of(device).lending(it, pages)
+        return Lendable(0, 0, 0) if it is None else manager.lending(it, pages)
 
     loop_caches = LoopCaches() if options.kept_prefixes else None
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))

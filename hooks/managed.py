@@ -426,8 +426,14 @@ class Managed:
                     self._behind = False
         if self._pages.short:
             give_up_graphs(self._weights.device)
+        cache = kwargs.get("cache")
+        if cache is None:
+            cache = kwargs.get("past_key_values")
+        if cache is not None and self._residency.alike.continues(args, kwargs, cache):
+            self._residency.captured.thread.open = True
+            return
         self._point.of = point = point_of(args, kwargs)
-        self._residency.before(point)
+        self._residency.before(point, cache, kwargs)
 
     def _explain(self, error: torch.OutOfMemoryError) -> None:
         """Makes the out-of-memory error of a forward on this thread say which changes would have helped."""

@@ -135,7 +135,7 @@ def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
     def runs(_: Any, args: Any, kwargs: Any) -> None:
         point = point_of(args, kwargs)
         if point is not None and point.phase == "decode":
-            assert slow.pace.heard, "each of them counts"
+            assert slow.pace.listeners, "each of them counts"
             slow.pace.forget() if point.length == 64 else slow.pace.replayed()
 
     llama.register_forward_pre_hook(runs, with_kwargs=True)

@@ -8,7 +8,7 @@ tensor is ballonet's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ class ElasticPagedCache(PagedAttentionCache):
     kept: ListedBlocks | None = None  # where beginnings of prompts are shared
     _renewed = False  # was the model looked at since the last batch?
     _indices: list[list[int]] | None = None  # of rows that the batch writes
+    _displaced = False  # are pages on the host, where the batch may fill blocks?
 
     def __init__(
         self,
@@ -122,17 +123,14 @@ class ElasticPagedCache(PagedAttentionCache):
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Allocates blocks as stock does, with pages under new ones: all, or none."""
         with self.pages.client.lock:
-            return self._can_store(state, request_len, dry_run)
-
-    def _can_store(self, state: Any, request_len: int, dry_run: bool) -> bool:
-        needed = self._sectors_needed(state, request_len)
-        if dry_run or not needed or needed > self.pool.num_free_sectors:
-            return bool(super().can_store_request_tokens(state, request_len, dry_run))
-        try:
-            self.pool.take(needed, "host" if state.request_id in self.on_host else "device")
-        except (torch.OutOfMemoryError, DriverError):
-            return False
-        return bool(super().can_store_request_tokens(state, request_len))
+            needed = self._sectors_needed(state, request_len)
+            if dry_run or not needed or needed > self.pool.num_free_sectors:
+                return bool(super().can_store_request_tokens(state, request_len, dry_run))
+            try:
+                self.pool.take(needed, "host" if state.request_id in self.on_host else "device")
+            except (torch.OutOfMemoryError, DriverError):
+                return False
+            return bool(super().can_store_request_tokens(state, request_len))
 
     @property
     def logit_rows(self) -> int:
@@ -226,11 +224,11 @@ class ElasticPagedCache(PagedAttentionCache):
             self.free_all_requests()
             self.pool.try_to_free_sectors()
 
-    def begins(self, requests: Iterable[str]) -> None:
+    def begins(self, requests: Sequence[str]) -> None:
         """Prepares the pages of these requests for a step that is about to begin."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            self.pages.client.begins({piece for request in requests for piece in self.request_pages.pieces(request)})
+            self.pages.client.begins(set[int]().union(*map(self.request_pages.pieces, requests)))
 
     def extend_read_and_write_indices(
         self,
@@ -241,16 +239,18 @@ class ElasticPagedCache(PagedAttentionCache):
         write_index: list[list[int]],
     ) -> None:
         """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (pages.py)."""
-        rows = [len(index) for index in write_index]
         if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
             self._indices, self.new_blocks = write_index, {}
             if self.by_request is not None:
                 self.by_request.begin(reads=read_index is not None)
-        reads = [None] * len(rows) if read_index is None else [len(index) for index in read_index]
+            self._displaced = self.pages.client.displaced > 0
+        if self._displaced:
+            rows = [len(index) for index in write_index]
+            reads = [None] * len(rows) if read_index is None else [len(index) for index in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
         if self.by_request is not None:
             self.by_request.add(request_id, past_length, query_length)
-        if not self.pages.client.displaced:
+        if not self._displaced:
             return
         for n, (kind, allocator) in enumerate(self.cache_allocators.items()):
             if kind != "full_attention":
@@ -337,8 +337,10 @@ class ElasticPagedCache(PagedAttentionCache):
                         view[target].copy_(view[source])
 
     def _sectors_needed(self, state: Any, tokens: int) -> int:
-        held, name = state.current_len(), state.request_id
-        return sum(allocator.needs_new_sectors(name, held, tokens) for allocator in self.cache_allocators.values())
+        held, name, sectors = state.current_len(), state.request_id, 0
+        for allocator in self.cache_allocators.values():
+            sectors += allocator.needs_new_sectors(name, held, tokens)
+        return sectors
 
 
 @dataclass(frozen=True, slots=True)

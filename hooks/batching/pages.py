@@ -80,6 +80,7 @@ class SectorClient(PageClient):
         self._in_use = Pieces()
         self.end = 0  # no piece from there on was ever in use
         self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
+        self._reads: Collection[int] | None = None  # the same as `begins` was given them; None: others came or went
         self._transfer = Transfer(device)
         self.host_writes = HostWrites(self._transfer)
         self._backing = Backing(device, group, range_, "kv")
@@ -155,6 +156,7 @@ class SectorClient(PageClient):
             self._in_use.add(piece)
             self.end = max(self.end, piece + 1)
             self._read.add(piece)
+            self._reads = None
             self._mover.look_for_host_pages(piece, piece + 1)
         self._changed = True
 
@@ -170,19 +172,20 @@ class SectorClient(PageClient):
         DriverError."""
         self.used = self.manager.clock()
         self._changed, self.only_cached = self._changed or self.only_cached, False
-        self._read = Pieces(runs_of(reads))
+        if reads != self._reads:
+            self._reads, self._read = reads, Pieces(runs_of(reads))
         self.host_writes.arrive(self.stream)
-        if self.manager.taken_of(self.number) or self.displaced:
+        if self.manager.taken_of(self.number) or self._mover.away:
             self._look()
-        if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number)):
-            self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
+            if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number)):
+                self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
         if self._changed or self.manager.pages.scarce:
             self._changed = False
             self.manager.client_changed(self.number)
 
     def rests(self) -> None:
         """There is no request any more: what is there is only kept."""
-        self._read, self.only_cached = Pieces(), True
+        self._read, self._reads, self.only_cached = Pieces(), None, True
         self.manager.client_changed(self.number)
 
     def uses(self) -> None:
@@ -484,19 +487,33 @@ class RequestPages:
         self._on = on
         self._pages = pages
         self._kinds = kinds
+        self._known: dict[str, tuple[list[list[int]], set[int]]] = {}  # by request: its blocks, and their pieces
 
     def requests(self) -> set[str]:
         """Names of the requests that have blocks."""
         return {name for kind in self._kinds.values() for name in kind.block_table}
 
     def pieces(self, request: str) -> set[int]:
-        """The pieces that the blocks of the request lie on."""
-        return {
+        """The pieces that the blocks of the request lie on, not to be changed; in one call while it has the same
+        blocks."""
+        known = self._known.get(request)
+        if known is not None:
+            for kind, blocks in zip(self._kinds.values(), known[0], strict=True):
+                if kind.block_table.get(request, ()) != blocks:
+                    break
+            else:
+                return known[1]
+        pieces = {
             piece
             for kind in self._kinds.values()
             for block in kind.block_table.get(request, ())
             for piece in self._pages.pieces(block // kind.blocks_per_sector)
         }
+        there = self.requests()
+        self._known = {name: its for name, its in self._known.items() if name in there}
+        if request in there:
+            self._known[request] = [list(kind.block_table.get(request, ())) for kind in self._kinds.values()], pieces
+        return pieces
 
     def count(self, request: str) -> int:
         """Pages that the blocks of the request lie on."""

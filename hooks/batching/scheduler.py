@@ -157,17 +157,17 @@ class ElasticScheduler(Scheduler):
         selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
         step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
-        self.cache.begins(request.state.request_id for request in scheduled)
+        self.cache.begins([request.state.request_id for request in scheduled])
         self._note_scheduled(scheduled, selected)
         return step
 
     def _map_blocks(self, selected: Selected, token_budget: int, *args: Any) -> tuple[list[Any], bool, bool, int, int]:
         """Gives the selected requests their blocks, with pages. Returns what transformers' scheduler does."""
         where = selected.admission.where
-        self.cache.on_host = frozenset(name for name, place in where.items() if place == "host")
+        self.cache.on_host = frozenset([name for name, place in where.items() if place == "host"])
         for chosen in selected.steps:
             self._scored = {state.request_id: tokens for state, tokens in chosen if is_scored(state)}
-            tokens = min(token_budget, sum(tokens for _, tokens in chosen))
+            tokens = min(token_budget, sum([tokens for _, tokens in chosen]))
             states = [state for state, _ in chosen]
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
             if scheduled:
@@ -190,20 +190,18 @@ class ElasticScheduler(Scheduler):
 
     def _note_scheduled(self, scheduled: list[Any], selected: Selected) -> None:
         """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
+        states = [request.state for request in scheduled]
         sequences = [(request.query_length, request.state.current_len()) for request in scheduled]
         away = self.cache.pages.client.read_displaced
         self.cache.point, self.next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
-            self.recorder.batch(
-                (request.state for request in scheduled), sum(request.query_length for request in scheduled)
-            )
+            self.recorder.batch(states, sum([new for new, _ in sequences]))
         if self.waiting_requests or self.others_run():
             self._waited = self.clock()
         others = self.clock() - self._waited <= self.tuning.behind
-        self.slos.require([request.state for request in scheduled], others)
-        self._limits = self.slos.limits(
-            [request.state for request in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
-        )
+        self.slos.require(states, others)
+        known = [*self.active_requests.values(), *self.waiting_requests.values()]
+        self._limits = self.slos.limits(states, known)
         self.starved_requests += [
             candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
         ]
@@ -356,10 +354,13 @@ class RequestRecorder:
         thread = threading.current_thread()
         if "_run_generation_loop" in thread.name:
             thread.name = f"batches of {self._loop}"
-        requests, now = [(state.request_id, generated(state)) for state in states], time.monotonic_ns()
-        for name, got in requests:
-            self._times.got(name, now / 1e9, got)
-        self.recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
+        now = time.monotonic_ns()
+        for state in states:
+            if self._times.lacks_token(state.request_id):
+                self._times.got(state.request_id, now / 1e9, generated(state))
+        if self.recorders.all:
+            requests = [(state.request_id, generated(state)) for state in states]
+            self.recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
 
     def rests(self) -> None:
         """Records that there is nothing to compute."""

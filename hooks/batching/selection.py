@@ -2,6 +2,11 @@
 the SLOs of requests ask of it; and the stored beginnings of prompts, copied into blocks before their requests are
 chosen.
 
+Note [Steps like the last]
+    Where each of the requests of the last step gets one more token, none waits, none needs a new block and nothing has
+    happened since on the device (memory_manager.py, Note [Events]), the next step is the last one again. So that costs,
+    which are learned, count, all is looked at once in a while; and always where there are SLOs, or KV on the host.
+
 Note [Looked up once]
     A waiting request is looked up when it could be in the next batch. Tokens that sequences of `generate()` have are
     copied at once. Tokens in files are read on a reading thread, one request at a time; only that request waits for it.
@@ -50,6 +55,17 @@ class Selected:
     left_out: list[Candidate]
 
 
+@dataclass(slots=True)
+class _Again:
+    """What holds where the last batch may be selected again. `names`: ids of its requests, which `selected` refers to;
+    `seen`: as `Selection._seen`; `left`: how often."""
+
+    selected: Selected
+    names: Sequence[int]
+    seen: tuple[int, ...]
+    left: int
+
+
 class Selection:
     """Selects the batches of one loop. Used by its thread."""
 
@@ -69,6 +85,7 @@ class Selection:
         self._tuning = tuning
         self._passed: dict[str, int] = {}  # by request: how often it was passed over
         self._in_row = 0  # steps of prompts alone since requests that decode had one
+        self._again: _Again | None = None  # None: the next batch has to be looked at
         loop_caches, blocks = cache.model.loop_caches, cache.kept
         shared = None if loop_caches is None else loop_caches.store
         self._loader = None if shared is None or blocks is None else PrefixLoader(blocks, shared, cache.renew)
@@ -81,7 +98,52 @@ class Selection:
         self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
-        tokens of `most` requests. Frees unused blocks and pages where some lack memory."""
+        tokens of `most` requests. Frees unused blocks and pages where some lack memory. See Note [Steps like the
+        last]."""
+        again = self._again
+        if (
+            again is not None
+            and again.left
+            and not waiting
+            and [*map(id, candidates)] == again.names
+            and len(candidates) <= min(budget, most)
+            and again.seen == self._seen()
+        ):
+            again.left -= 1
+            return again.selected
+        selected = self._select(candidates, budget, most, active, waiting)
+        self._again = self._same(selected, candidates, waiting)
+        return selected
+
+    def _seen(self) -> tuple[int, ...]:
+        """What changes where memory does: the manager's version, pages of the core, the SLOs there are."""
+        on, client = self._cache.on, self._cache.pages.client
+        return client.manager.version.number, on.available, on.budget, on.page_request, on.reclaimed, len(self._slos)
+
+    def _same(self, selected: Selected, candidates: Sequence[Any], waiting: Collection[str]) -> _Again | None:
+        """Returns what holds for the next batches, if they are like this one; None where they have to be looked at."""
+        seen, block = self._seen(), self._cache.block_tokens
+        chosen = [candidate for step in selected.steps for candidate in step]
+        if (
+            waiting
+            or len(self._slos)
+            or self._memory.without_reserve
+            or self._cache.pages.client.displaced
+            or "host" in selected.admission.where.values()
+            or [state for state, _ in chosen] != list(candidates)
+            or any(tokens != 1 or state.status != RequestStatus.DECODING for state, tokens in chosen)
+        ):
+            return None
+        left = min(
+            (block - 1 - state.current_len() % block for state in candidates), default=0
+        )  # until a block is full
+        sampled = self._cache.pages.client.manager.tuning.weights.sampled
+        return _Again(selected, [*map(id, candidates)], seen, min(left, sampled - 1))
+
+    def _select(
+        self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
+    ) -> Selected:
+        """Selects a batch anew."""
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)

@@ -64,6 +64,7 @@ class RequestTimes:
     def __init__(self, latencies: Latencies) -> None:
         self._latencies = latencies
         self._waiting: dict[str, float] = {}  # arrivals of requests without a token, in seconds
+        self.lacks_token = self._waiting.__contains__  # does a request wait for its first token? In a call of C
         self._decoding: dict[str, float] = {}  # when requests had their first token
 
     def came(self, name: str, when: float) -> None:
@@ -158,6 +159,11 @@ class Timings:
         self.learn()
         now = self.seconds(point)
         return before is None or now is None or abs(now - before) > before * self._tuning.news
+
+    def settled(self, point: Point) -> bool:
+        """Is the time of such a decode step known, so that now and then one is timed?"""
+        known = self._known
+        return known is not None and known[0] is self.record and point.counts_for(known[1])
 
     def histograms(self) -> dict[Phase, Histogram]:
         """Returns the seconds that forwards took so far, stalls included, by phase."""

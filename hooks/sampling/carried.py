@@ -45,7 +45,7 @@ def carried(state: Any) -> SampledRequest | None:
 
 def is_scored(state: Any) -> bool:
     """Are the logprobs of a request's own prompt asked for? Then all of it is computed."""
-    request = carried(state)
+    request = state.logit_processor_kwargs.get(SAMPLING)  # `carried` without its call, as each step asks
     return request is not None and request.scored is not None
 
 

@@ -13,9 +13,9 @@ Note [Nothing is prepared]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -41,7 +41,10 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
+from .steps_alike import StepsAlike
 from .streamed import Streaming
+
+_NONE: Final[Mapping[str, Any]] = {}
 
 
 class ModelResidency:
@@ -66,6 +69,7 @@ class ModelResidency:
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
         self.timings = Timings(lambda: manager.link.bandwidth, manager.tuning.weights)
+        self.alike = StepsAlike(weights.device, manager, pace, self.timings)
         self.streaming = Streaming(
             weights.ring,
             turns,
@@ -87,7 +91,6 @@ class ModelResidency:
         self._manager = manager
         self._turns = turns
         self._tuning = manager.tuning.weights
-        self._arranged: StreamDecision | None = None  # the decision that is in force; any change makes a new one
         self._patience = 0
         # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
         # their pages go to the layers' own addresses? One with gradients reads those, so it does not wait.
@@ -134,9 +137,10 @@ class ModelResidency:
         self.arrangement.follow(layers, slots)
         self.captured.attend()
 
-    def before(self, point: Point | None) -> None:
-        """Begins an iteration, see Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where a
-        capture runs and layers stream."""
+    def before(self, point: Point | None, cache: object = None, kwargs: Mapping[str, Any] = _NONE) -> None:
+        """Begins an iteration, see Note [Between iterations]. `cache`, `kwargs`: of the forward. WeightsFileChanged,
+        DriverError; ManageError where a capture runs and layers stream."""
+        reclaimed = self.alike.look()
         self.captured.thread.open = True
         if graphs.GRAPHS.loosened:
             graphs.tell_of_dropped()
@@ -153,7 +157,7 @@ class ModelResidency:
             self._manager.changed(self)
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
-            if decision is not self._arranged:
+            if decision is not self.alike.decision:
                 self._arrange(decision)
         if (
             self._governed
@@ -162,6 +166,8 @@ class ModelResidency:
         ):
             self._measure_link()
         self._pace.begin(point)
+        if self._governed:
+            self.alike.looked(self, point, cache, kwargs, reclaimed)
 
     def require(self, tpot: float | None, ttft: float | None, others: bool) -> None:
         """Notes the SLOs of the next iteration's requests, in seconds, beside the model's own, and whether `others`
@@ -182,8 +188,10 @@ class ModelResidency:
         """Notes the end of a forward."""
         self._weights.freed_at_end = self._weights.group.unpinned
         self.captured.thread.open = False
-        self._pace.end()
-        if self._governed:
+        looked_at, more = self.alike.ended()
+        if looked_at:
+            self._pace.end()
+        if more and self._governed:
             self._manager.after(self)
 
     def start(self, measured: Callable[[], Record], always: bool = False) -> None:
@@ -297,7 +305,7 @@ class ModelResidency:
 
     def _arrange(self, decision: StreamDecision) -> None:
         """Carries out a decision, if that can be done now."""
-        self.decision, self._arranged, plan = decision, None, self.arrangement.plan
+        self.decision, self.alike.decision, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:
             warn(decision.notice)
         settling, self.settling = self.settling and not torch.is_grad_enabled(), False
@@ -317,7 +325,7 @@ class ModelResidency:
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
         if self.arrangement.has_arranged(decision.plan):
-            self._arranged = decision
+            self.alike.decision = decision
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):

@@ -390,7 +390,7 @@ class Weights:
         self.plans = plans
         self.device = device
         self.group = device.group()
-        self._standin = device.kind == "standin"
+        self.standin = device.kind == "standin"
         self.stream = streams.stream_of(device)
         self._note = streams.note_of(device)
         # By the index of the decoder layer; under None ranges of no layer, or of several.
@@ -538,7 +538,7 @@ class Weights:
     def use(self, layer: int | None) -> None:
         """Tells the core that this thread is about to read the weights of `layer`, with None those of no layer."""
         if opened := self.ranges.get(layer):
-            stream = 0 if self._standin else self.stream()
+            stream = 0 if self.standin else self.stream()
             for range_ in opened:
                 range_.note_use(stream, False)
 

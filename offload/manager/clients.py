@@ -27,7 +27,8 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import count
+from typing import Any, Final, NamedTuple
 
 from ..policy.lending import Use
 from ..policy.plan import Costs, Plan
@@ -39,6 +40,30 @@ from .activity import Activity, Progress
 from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, Client, ModelClient, Offer, PageClient
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
+
+
+class Validity(NamedTuple):
+    """Under what a decision holds as it is: until the `version` is another one, the clock has passed `until`, or other
+    numbers of pages are free, or in the budget in bytes, than (free, budget) of `seen`."""
+
+    version: int
+    until: float
+    seen: tuple[int, int]
+
+
+class Version:
+    """The version of what a manager has decided: `number` is another one after each event that may change a decision.
+    `validity`: under what the last one holds, None for no time. Read on any thread, without a lock or a call."""
+
+    validity: Validity | None = None
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self.number = 0
+
+    def bump(self) -> None:
+        """Notes an event. May be called in the middle of anything, even here: no number is given twice."""
+        self.number = next(self._numbers)
 
 
 @dataclass(slots=True, eq=False)
@@ -238,18 +263,19 @@ class Running:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._on: dict[int, ModelState] = {}  # the model whose forward runs, by thread
-        self._read: dict[int, set[PageState]] = {}  # the page clients that the forward has used so far, by thread
+        self.ahead: Final = progress.ahead
+        self.on: dict[int, ModelState] = {}  # the model whose forward runs, by thread
+        self.read: dict[int, set[PageState]] = {}  # the page clients that the forward has used so far, by thread
 
     @property
     def models(self) -> tuple[ModelState, ...]:
         """The models whose forward runs, or was interrupted."""
-        return tuple(self._on.values())
+        return tuple(self.on.values())
 
     @property
     def here(self) -> ModelState | None:
         """The model whose forward runs on this thread."""
-        return self._on.get(threading.get_ident())
+        return self.on.get(threading.get_ident())
 
     def began(self, state: ModelState, now: float) -> None:
         """Notes that an iteration of the model begins on this thread."""
@@ -257,41 +283,42 @@ class Running:
         if self._progress.ahead:
             self._progress.begin()
         state.activity.at = max(state.activity.at, now)
-        self._on[threading.get_ident()] = state
+        self.on[threading.get_ident()] = state
 
     def client_began(self, state: PageState, now: float) -> None:
         """Notes that an iteration of the client begins on this thread, within one of its model, if any."""
         state.activity.at = max(state.activity.at, now)
         thread = threading.get_ident()
-        if thread in self._on:
-            self._read.setdefault(thread, set()).add(state)
+        if thread in self.on:
+            self.read.setdefault(thread, set()).add(state)
 
     def ended(self, state: ModelState | None, now: float) -> None:
         """Notes that the iteration on this thread has been launched, if it began; None: of a model that is gone. May be
         called in the middle of anything."""
         thread = threading.get_ident()
-        read = self._read.pop(thread, set())
+        read = self.read.pop(thread, set())
         if state is None:
             return
         end = self._progress.end() if self._progress.ahead else None
         state.activity.ended(now, end)
         for cache in read:
             cache.activity.ended(now, end)
-        if self._on.get(thread) is state:
-            del self._on[thread]
+        if self.on.get(thread) is state:
+            del self.on[thread]
 
     def forget(self, state: ModelState | None) -> None:
         """Forgets a model that is gone: its iteration ends without it, or has been interrupted."""
-        for thread, on in list(self._on.items()):
+        for thread, on in list(self.on.items()):
             if on is state:
-                self._on.pop(thread, None)
+                self.on.pop(thread, None)
 
 
 class Clients:
     """`pause`: see Idleness; `progress`: of the device; `plans`: for the states of models. Not thread-safe, but for
     `left` and `client_left`: whoever calls holds the manager's lock."""
 
-    def __init__(self, pause: float, progress: Progress, plans: WeightPlans) -> None:
+    def __init__(self, pause: float, progress: Progress, plans: WeightPlans, version: Version) -> None:
+        self._version = version
         self._plans = plans
         self._progress = progress
         self._numbers = 0
@@ -299,7 +326,7 @@ class Clients:
         self._paged: dict[int, PageState] = {}  # by number
         self.gone: deque[tuple[bool, int]] = deque()  # (True, id of a model) or (False, number): collected
         self.running = Running(progress)
-        self.idleness = Idleness(self, pause)
+        self.idleness = Idleness(self, pause, version)
 
     # -- who is there
 
@@ -359,10 +386,12 @@ class Clients:
         """Notes that a model was collected."""
         if id(model) in self.by_model:
             self.gone.append((True, id(model)))
+            self._version.bump()
 
     def client_left(self, number: int) -> None:
         """Notes that a page client was collected."""
         self.gone.append((False, number))
+        self._version.bump()
 
     def drop_dead(self) -> tuple[bool, bool]:
         """Removes the clients that are gone; were there any, models or others?"""
@@ -451,20 +480,34 @@ class Idleness:
     """`pause`: seconds after its last iteration, as the device does it, after which a client is idle. Not thread-safe:
     callers hold the manager's lock."""
 
-    def __init__(self, clients: Clients, pause: float) -> None:
+    def __init__(self, clients: Clients, pause: float, version: Version) -> None:
         self._clients = clients
+        self._version = version
         self._pause = pause
         self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
         self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
-        self.calm_until = -math.inf  # before then no client becomes idle: all are in use, none is only kept
+        # before then no client becomes idle while schedulers want the same: all are in use, none is only kept
+        self.calm_until = -math.inf
+        self._wanted: list[float | None] = []
+        self.scheduled = False  # has any model a scheduler, which tells nobody when its requests come or go?
+
+    def wanted(self) -> list[float | None]:
+        """Until when requests need each model; see ModelClient.wanted_until."""
+        return [state.wanted for state in self._clients.by_model.values()]
+
+    def is_calm(self, now: float) -> bool:
+        """Are all clients in use that were, and has none gone idle?"""
+        return now < self.calm_until and self.wanted() == self._wanted
 
     def woke(self, state: ClientState, now: float) -> bool:
         """Has the client, whose iteration is about to begin, been idle until now?"""
-        return now >= self.calm_until and self.rests(state, now)
+        in_use = now < self.calm_until if state.wanted is None else self.is_calm(now)
+        return not in_use and self.rests(state, now)
 
     def changed(self) -> None:
         """Notes that clients came or went, or are only kept or not any more."""
         self.calm_until = -math.inf
+        self._version.bump()
 
     def rests(self, state: ClientState, now: float) -> bool:
         """Has the client been unused for the pause, even if leased now, or does its scheduler have no request? Sets
@@ -498,8 +541,10 @@ class Idleness:
 
     def rested(self, now: float) -> tuple[bool, bool]:
         """Has the set or order of idle clients changed since the last call? Returns (of models, of page clients)."""
-        if now < self.calm_until:
+        if self.is_calm(now):
             return False, False
+        self._wanted = self.wanted()
+        self.scheduled = any(wanted is not None for wanted in self._wanted)
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self._clients.models if state.number not in active]
         for state in self._clients.models:
@@ -507,11 +552,11 @@ class Idleness:
         self._resting = tuple(model.number for model in sorted(idle, key=lambda model: model.used))
         unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))
-        paged = self._clients.paged
-        states: list[ClientState] = [*self._clients.models, *(state for state, _ in paged)]
-        first = min((state.used for state in states), default=-math.inf) + self._pause
-        by_others = any(client.only_cached for _, client in paged) or any(state.wanted is not None for state in states)
-        self.calm_until = -math.inf if by_others else first
+        paged, scheduled = self._clients.paged, zip(self._clients.models, self._wanted, strict=True)
+        # those with requests are in use until their scheduler says another time
+        states: list[ClientState] = [*(it for it, wanted in scheduled if wanted != math.inf), *(it for it, _ in paged)]
+        first = min((state.used for state in states), default=math.inf) + self._pause
+        self.calm_until = -math.inf if any(client.only_cached for _, client in paged) else first
         return self._resting != before[0], self._unused != before[1]
 
     def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:

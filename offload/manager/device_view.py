@@ -28,7 +28,7 @@ from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
 from .activity import StreamMarks
 from .client import KEYS_PER_CLIENT
-from .clients import ClientState
+from .clients import ClientState, Version
 
 _LEVELS: Final = {level.label: level for level in Level}
 
@@ -106,8 +106,9 @@ class Draft:
 class Published:
     """The list that the core has. Not thread-safe, but for `named`: callers hold the manager's lock."""
 
-    def __init__(self, device: DeviceView) -> None:
+    def __init__(self, device: DeviceView, version: Version) -> None:
         self._device = device
+        self._version = version
         self._number = 0
         self._keys: list[tuple[int, Level, bool, int]] = []
         self._current = True  # has the core the last list that was drafted?
@@ -118,11 +119,16 @@ class Published:
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
+    def outdate(self) -> None:
+        """Notes that the order may be another one now."""
+        self.stale = True
+        self._version.bump()
+
     def void(self) -> None:
         """Forbids to publish the present draft, and has the next list made anew."""
         self._number += 1
         self._current = False
-        self.stale = True
+        self.outdate()
 
     def draft(self, order: Sequence[tuple[ClientState, Candidate]]) -> Draft | None:
         """Begins a draft. None where the core has that list already."""
@@ -166,12 +172,19 @@ def _dirty(parts: Iterable[Any]) -> int:
 class DevicePages:
     """Free pages over time. `look` is not thread-safe, its callers hold the manager's lock; the others are."""
 
-    def __init__(self, device: DeviceView, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        device: DeviceView,
+        tuning: FreePages,
+        waits: Callable[[], float] = time.monotonic,
+        version: Version | None = None,
+    ) -> None:
         """`waits`: the clock by which `wait` gives up."""
+        self._version = version or Version()
         self.short = False  # were few free at the last look?
         self.scarce = False  # or were few free not long ago?
-        self._quiet_until = -math.inf  # before then time alone does not change the result of a look
-        self._seen = 0, 0  # free pages at the last look, and the budget
+        self.quiet_until = -math.inf  # before then time alone does not change the result of a look
+        self.seen = 0, 0  # free pages at the last look, and the budget
         self._ample: float | None = None  # since when pages are ample
         self._device = device
         self._tuning = tuning
@@ -211,14 +224,9 @@ class DevicePages:
         self.scarce = self._scarce(now, free, total)
         waited = waited or self._device.page_request > 0
         self._calm, spare = observe(self._calm, now, free, waited, self._mark(total), self._tuning.dwell)
-        self._seen = free, budget
-        self._quiet_until = self._next_change(free < self._mark(total) and not waited)
+        self.seen = free, budget
+        self.quiet_until = self._next_change(free < self._mark(total) and not waited)
         return free, spare
-
-    def unchanged(self, now: float) -> bool:
-        """Would a look find what the last one found, with none to go back, while plenty are free?"""
-        device = self._device
-        return now < self._quiet_until and not device.page_request and (device.available, device.budget) == self._seen
 
     def _next_change(self, waits: bool) -> float:
         """Returns when a look may find something else although as many pages are free: at once while they are short, or
@@ -243,7 +251,8 @@ class DevicePages:
 
     def went_back(self) -> None:
         """Notes that pages were given back, which is no use that grows: the dwell begins anew."""
-        self._calm, self._quiet_until = None, -math.inf
+        self._calm, self.quiet_until = None, -math.inf
+        self._version.bump()
 
     def wait(self, timeout: float) -> bool:
         """Waits until others may have given pages, `timeout` seconds at most, and gives meanwhile what others request

@@ -10,21 +10,16 @@ Note [Who asks when]
     A KV cache says when it offers something else (`client_changed`), and while pages of it are on the host it asks in
     each iteration how many it may bring back (`restorable_pages`).
 
-Note [The same answer]
-    A decode step of a calm device is told what the step before it was told, in a few calls (`Overview.repeated`); all
-    else is `_decide`. That is sound because nothing has to report a change to it: each thing that an answer is made of
-    is asked, under the lock, for what would make it another one, and the answer is repeated only if none would.
-        what was decided    is in `answers`, from which whoever changes a model, a plan, the link or a grant removes it
-        who is gone         `Clients.gone`; what the core took: `taken`, as ever
-        who is idle         nobody becomes so before `Idleness.calm_until`, which whoever adds, removes or keeps a
-                            client takes back
-        free pages          their number, the budget and the request are those of the last look, and time alone ends
-                            neither a dwell nor a shortage yet (`DevicePages.unchanged`); while pages are short, never
-        reserves            are not due (`Lending.due_at`)
-        the reclaim list    is not out of date
-        a faster plan       passes are counted on, and the one that is due is looked at
-    What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes
-    while this one asks counts from the next iteration on, as it always did.
+Note [Events]
+    Decisions are made on events. Each event that may change one gives the manager another `version`: a client comes,
+    goes, changes or is only kept; a plan, a time, the link or a grant changes; the list of what may be taken is out of
+    date; pages went back. What the core does by itself shows in its own numbers: pages taken, free, requested, the
+    budget. And after each decision it is worked out when time alone may change it (`Overview.settle`): somebody becomes
+    idle, a dwell or a shortage ends, a reserve is due. While pages are short that is at once.
+    So a forward compares the version, the time, and the core's numbers; where they are those of the last decision it is
+    told the same (`Overview.repeated`), and a decode step like the one before does not even ask
+    (hooks/streaming/steps_alike.py, Note [Steps like the last]), nor does its cache (kv_tier.py).
+    An event on another thread while this one compares counts from the next iteration on.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .candidates import restored_on_use
 from .client import ModelClient, PageClient
-from .clients import ModelState
+from .clients import ModelState as ModelState  # a part of the face
 from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
@@ -95,6 +90,9 @@ class MemoryManager:
         self.levels: Final = ReclaimLevels(known, self.reclaim)
         self.turns: Final = LoopTurns(known, self.reclaim, turn)
         self.duplicates: Final = known.duplicates
+        self.version: Final = known.version
+        self.clients: Final = known.clients
+        self.lock: Final = known.lock
         self._known = known
 
     # -- models
@@ -156,6 +154,7 @@ class MemoryManager:
             self.repayment.spare(now)
             self._compare(state, point, now, free)
             decision, offered = self._decided(state, point, now, free), self._known.list.pages
+            version = self._known.version.number
             stale = self._known.list.stale
             tended = [cache for _, cache in self._known.clients.paged] if self.pages.short and not stale else []
             resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
@@ -167,6 +166,7 @@ class MemoryManager:
                 with self._known.lock:  # it was promised what others do not offer any more
                     self._known.moved()
                     decision = self._decided(state, point, now, self._known.look(now))
+                    version = self._known.version.number
         for cache in resting:
             cache.give_slots()
         for cache in tended:
@@ -174,6 +174,8 @@ class MemoryManager:
         if tended and self._known.list.stale:
             self.reclaim.publish()
         self.duplicates.post()
+        with self._known.lock:
+            self._known.settle(version)
         return decision
 
     def after(self, model: ModelClient) -> None:
@@ -192,6 +194,8 @@ class MemoryManager:
             if state is None:
                 return Lendable(0, 0, 0)
             plan = model.plan
+            if not pages and not plan.streamed:  # what each step of a loop asks
+                return Lendable(self._known.list.pages.get(state.number, 0), 0, 0)
             costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
             then = fewest(plan.pages, plan.device_pages - pages, costs.ratio, slots=state.tuning.slots)
             return Lendable(

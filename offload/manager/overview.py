@@ -19,6 +19,7 @@ Note [Locks]
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -32,7 +33,7 @@ from ..record.record import Point
 from .activity import Progress
 from .candidates import Back, listed, of_models, plan_restore
 from .client import KEYS_PER_CLIENT, ModelClient
-from .clients import Clients, Held, ModelState
+from .clients import Clients, Held, ModelState, Validity, Version
 from .decision import Situation, StreamDecision
 from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
 
@@ -112,7 +113,9 @@ class Overview:
         self.tuning: Final = tuning
         self.clock: Final = around.clock
         self.lock: Final = threading.Lock()
-        self.clients: Final = Clients(tuning.pages.idle, Progress(around.marks, around.clock), tuning.weights)
+        self.version: Final = Version()
+        progress = Progress(around.marks, around.clock)
+        self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
         self.lending: Final = Lending(window, tuning.loans)
         self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
         # answers that are repeated while nothing changes
@@ -121,8 +124,8 @@ class Overview:
         self.turn = 0  # the number of the model whose turn it is (turns.py); 0: of none
         self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
         # pages
-        self.pages: Final = DevicePages(device, tuning.pages, around.waits)
-        self.list: Final = Published(device)
+        self.pages: Final = DevicePages(device, tuning.pages, around.waits, self.version)
+        self.list: Final = Published(device, self.version)
         self.events: Final = Events() if around.events is None else around.events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
@@ -142,7 +145,7 @@ class Overview:
         self.answers.clear()
         self.settled = None
         self._candidates = None
-        self.list.stale = True
+        self.list.outdate()
 
     def models_changed(self) -> None:
         """Drops the candidates of models, which may not hold any more."""
@@ -177,7 +180,7 @@ class Overview:
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
         """Returns the model's last decision at the beginning of an iteration, where all that it depends on is
-        unchanged; else None, with nothing noted. See memory_manager.py, Note [The same answer]. KeyError."""
+        unchanged; else None, with nothing noted. See memory_manager.py, Note [Events]. KeyError."""
         state = self.clients.by_model[id(model)]
         last, (phase, batch, length) = state.point, point
         if (
@@ -185,11 +188,12 @@ class Overview:
             or last.phase != phase  # these three as `Point.counts_for`
             or not last.batch < 2 * batch <= 2 * last.batch
             or not last.length < 2 * length <= 2 * last.length
-            or self.list.stale
-            or self.clients.gone
-            or now >= self.clients.idleness.calm_until
-            or (now >= self.lending.due_at and self.clients.several)
-            or not self.pages.unchanged(now)
+            or (validity := self.version.validity) is None
+            or validity.version != self.version.number
+            or now >= validity.until
+            or validity.seen != (self.device.available, self.device.budget)
+            or self.device.page_request
+            or (self.clients.idleness.scheduled and not self.clients.idleness.is_calm(now))
         ):
             return None
         if taken := self.device.taken():
@@ -201,13 +205,21 @@ class Overview:
         self.clients.running.began(state, now)
         return decision
 
+    def settle(self, version: int) -> None:
+        """Notes under what a decision holds that was made at this `version`: until an event, or the time at which
+        somebody becomes idle, a dwell or a shortage of pages ends, or reserves are due."""
+        due = self.lending.due_at if self.clients.several else math.inf
+        until = min(self.clients.idleness.calm_until, self.pages.quiet_until, due)
+        holds = version == self.version.number and until > -math.inf and not self.list.stale
+        self.version.validity = Validity(version, until, self.pages.seen) if holds else None
+
     def update_idle(self, now: float) -> None:
         """Updates which clients are idle, and in which order they were used."""
         models, caches = self.clients.idleness.rested(now)
         if models:
             self.moved()
         if caches:
-            self.list.stale = True
+            self.list.outdate()
 
     def look(self, now: float) -> int:
         """Reads how many pages are free, returns it, and grants spare ones to clients that gave theirs."""

@@ -160,7 +160,7 @@ class LogicalBuffer:
     def observe(self, *, tpot: bool, ttft: bool) -> int:
         """Notes whether an iteration violated either SLO; returns the size from now on."""
         self._recent.append((tpot, ttft))
-        slow_steps, slow_starts = (sum(kind) for kind in zip(*self._recent, strict=True))
+        slow_steps, slow_starts = map(sum, zip(*self._recent, strict=True))
         if slow_steps >= self._tuning.violations:
             self.size = max(self.size // self._tuning.factor, self._smallest)
         elif slow_starts >= self._tuning.violations:

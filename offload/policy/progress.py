@@ -58,7 +58,7 @@ class StepProgress:
     def give(self, requests: Iterable[str]) -> bool:
         """Notes that a step gave each of these requests a token. Returns whether more may be tried from now on."""
         self._looks = 0
-        for name in requests:
+        for name in requests if self._tries else ():
             self.forget(name)
         self._given += 1
         if self._given < self._pause:

@@ -69,9 +69,11 @@ class Step:
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int]]) -> Step:
         """The step of sequences that have so many new tokens each and hold so many before."""
-        pairs = list(sequences)
-        new = sum(count for count, _ in pairs)
-        return cls(new, new + sum(held for _, held in pairs))
+        new = read = 0
+        for count, held in sequences:  # in one call, as each step asks
+            new += count
+            read += count + held
+        return cls(new, read)
 
     @classmethod
     def in_rows(cls, phase: str, batch: int, length: int) -> Step:
@@ -131,7 +133,7 @@ class StepCosts:
         if seconds <= 0 or step.new < 1:
             return
         self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
-        size = tuple(count.bit_length() for count in (step.new, step.read, step.copied, step.away))
+        size = step.new.bit_length(), step.read.bit_length(), step.copied.bit_length(), step.away.bit_length()
         self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:

@@ -126,6 +126,9 @@ class WeightPlans:
     # turn. Measured: the power of two above the longest of the last 16 prompts changes with 2 to 6 % of the requests of
     # three traces (Azure code, Mooncake, ShareGPT), of the last 8 with 9 to 13 %, of one alone with 56 to 84 %.
     sizes: int = 16
+    # Of so many decode steps that are alike two are looked at and timed (steps_alike.py, kv_tier.py): the 85 calls
+    # of Python that this takes are 5 a step then. Chosen.
+    sampled: int = 32
     # Parts of the link by which needs are told apart (coordinator.py): a thousandth. Chosen.
     link_parts: int = 1024
     # Bytes from which on a tensor is streamed: a copy of 1 MiB has 48 of the 53 GB/s of an 8 MiB one, of 256 KiB 21.
