@@ -226,11 +226,15 @@ class ElasticPagedCache(PagedAttentionCache):
             self.free_all_requests()
             self.pool.try_to_free_sectors()
 
-    def begins(self, requests: Iterable[str]) -> None:
-        """Prepares the pages of these requests for a step that is about to begin."""
+    def begins(self, requests: Iterable[str], later: Iterable[str] = ()) -> None:
+        """Prepares the pages of these requests for a step that is about to begin; `later`: those that have begun, and
+        go on in one after it."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            self.pages.client.begins({piece for request in requests for piece in self.request_pages.pieces(request)})
+            reads, held = (
+                {piece for request in some for piece in self.request_pages.pieces(request)} for some in (requests, later)
+            )
+            self.pages.client.begins(reads, held)
 
     def extend_read_and_write_indices(
         self,

@@ -80,6 +80,7 @@ class SectorClient(PageClient):
         self._in_use = Pieces()
         self.end = 0  # no piece from there on was ever in use
         self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
+        self._held = Pieces()  # by these, and others that have begun and only have no part in this step
         self._transfer = Transfer(device)
         self.host_writes = HostWrites(self._transfer)
         self._backing = Backing(device, group, range_, "kv")
@@ -136,7 +137,7 @@ class SectorClient(PageClient):
 
     @property
     def resting(self) -> int:
-        """Pages on the device that no request of the batch reads."""
+        """Pages on the device that no request that has begun reads, in this step or the next."""
         return sum(end - first for first, end in self._takable()[0])
 
     @property
@@ -155,6 +156,7 @@ class SectorClient(PageClient):
             self._in_use.add(piece)
             self.end = max(self.end, piece + 1)
             self._read.add(piece)
+            self._held.add(piece)
             self._mover.look_for_host_pages(piece, piece + 1)
         self._changed = True
 
@@ -165,12 +167,12 @@ class SectorClient(PageClient):
         self._forget(piece)
         self._changed = True
 
-    def begins(self, reads: Collection[int]) -> None:
-        """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
-        DriverError."""
+    def begins(self, reads: Collection[int], held: Collection[int] = ()) -> None:
+        """A step is about to begin, whose requests have these pieces; `held` are of others that go on later. What is
+        away is restored as far as there is room. DriverError."""
         self.used = self.manager.clock()
         self._changed, self.only_cached = self._changed or self.only_cached, False
-        self._read = Pieces(runs_of(reads))
+        self._read, self._held = Pieces(runs_of(reads)), Pieces(runs_of({*reads, *held}))
         self.host_writes.arrive(self.stream)
         if self.manager.taken_of(self.number) or self.displaced:
             self._look()
@@ -182,7 +184,7 @@ class SectorClient(PageClient):
 
     def rests(self) -> None:
         """There is no request any more: what is there is only kept."""
-        self._read, self.only_cached = Pieces(), True
+        self._read, self._held, self.only_cached = Pieces(), Pieces(), True
         self.manager.client_changed(self.number)
 
     def uses(self) -> None:
@@ -254,7 +256,7 @@ class SectorClient(PageClient):
         here.difference_update(self._mover.states[PieceState.OFFLOADED])
         here.difference_update(self._mover.states[PieceState.ARRIVING])
         resting = here.copy()
-        resting.difference_update(self._read)
+        resting.difference_update(self._held)
         here.difference_update(resting)
         return list(resting.runs), list(here.runs)
 
