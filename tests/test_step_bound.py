@@ -28,6 +28,9 @@ def known(parts: Parts = PARTS, assumed: float = 0.0) -> StepCosts:
     return costs
 
 
+KNOWN = known()
+
+
 def test_bound_is_the_longest_step_of_late_that_read_nothing() -> None:
     bound = StepBound(TUNING)
     assert bound.seconds == math.inf, "nothing is known, and nothing is bound"
@@ -59,7 +62,7 @@ def test_reading_on_the_host_never_makes_a_step_longer_than_the_bound(
     pages: dict[str, int], seconds: int, others: bool
 ) -> None:
     """But for a request that reads alone, as nobody else could go on, or as it has waited for long enough."""
-    costs, turns = known(), ReadingTurns(TUNING)
+    costs, turns = KNOWN, ReadingTurns(TUNING)
     step = Step.of((1, 0) for _ in range(len(pages) + others))
     for waited in range(2 * TUNING.patience):
         chosen = turns.choose(pages, costs.readable(step, seconds), others)

@@ -231,9 +231,8 @@ class ElasticPagedCache(PagedAttentionCache):
         go on in one after it."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            reads, held = (
-                {piece for request in some for piece in self.request_pages.pieces(request)} for some in (requests, later)
-            )
+            reads = {piece for request in requests for piece in self.request_pages.pieces(request)}
+            held = {piece for request in later for piece in self.request_pages.pieces(request)}
             self.pages.client.begins(reads, held)
 
     def extend_read_and_write_indices(

@@ -158,7 +158,8 @@ class ElasticScheduler(Scheduler):
         step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
         now = {request.state.request_id for request in scheduled}
-        self.cache.begins(now, self.active_requests.keys() - now if now else ())
+        lacking = {state.request_id for state, _ in selected.left_out}
+        self.cache.begins(now, self.active_requests.keys() - now - lacking if now else ())
         self._note_scheduled(scheduled, selected)
         return step
 

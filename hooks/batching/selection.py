@@ -85,7 +85,15 @@ class Selection:
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
         tokens of `most` requests. Frees unused blocks and pages where some lack memory."""
-        candidates = self._in_turn(candidates, active)
+        reading = self._in_turn(candidates, active)
+        selected = self._selected(reading, budget, most, active, waiting)
+        if selected.admission.where or len(reading) == len(candidates):
+            return selected
+        return self._selected(candidates, budget, most, active, waiting)  # the others lack memory
+
+    def _selected(
+        self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
+    ) -> Selected:
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
@@ -193,7 +201,7 @@ class Selection:
         """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
         where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
-        if self._cache.model.fast:
+        if self._cache.model.fast and [demand for demand in demands if not demand.decoding]:
             step = Step.of((1, state.current_len() + tokens) for state, tokens in looked)
             pages = max(0, self._readable(step, active) - self._cache.pages.client.displaced)
             now = replace(now, host=int(min(now.host, pages * self._cache.on.page_size)))
