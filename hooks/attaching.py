@@ -154,7 +154,8 @@ def attach_caches(
 
     def assumed() -> tuple[float, float]:
         page, behind = manager.link.page_seconds or 0.0, manager.marks is not None  # is the device behind the host?
-        return (0.0, page) if behind else (manager.tuning.serving.exposed * page, 0.0)
+        exposed = 0.0 if behind else manager.tuning.serving.exposed
+        return exposed * page, (1 - exposed) * page
 
     costs = StepCosts(manager.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)

@@ -8,7 +8,7 @@ tensor is ballonet's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -224,11 +224,13 @@ class ElasticPagedCache(PagedAttentionCache):
             self.free_all_requests()
             self.pool.try_to_free_sectors()
 
-    def begins(self, requests: Sequence[str]) -> None:
-        """Prepares the pages of these requests for a step that is about to begin."""
+    def begins(self, requests: Iterable[str], later: Iterable[str] = ()) -> None:
+        """Prepares the pages of these requests for a step that is about to begin; `later`: those that have begun, and
+        go on in one after it."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            self.pages.client.begins(set[int]().union(*map(self.request_pages.pieces, requests)))
+            reads, held = (set[int]().union(*map(self.request_pages.pieces, some)) for some in (requests, later))
+            self.pages.client.begins(reads, held)
 
     def extend_read_and_write_indices(
         self,

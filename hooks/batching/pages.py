@@ -80,7 +80,9 @@ class SectorClient(PageClient):
         self._in_use = Pieces()
         self.end = 0  # no piece from there on was ever in use
         self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
-        self._reads: Collection[int] | None = None  # the same as `begins` was given them; None: others came or went
+        self._held = Pieces()  # by these, and others that have begun and only have no part in this step
+        # what `begins` was given for these; None: others came or went
+        self._begun: tuple[Collection[int], Collection[int]] | None = None
         self._transfer = Transfer(device)
         self.host_writes = HostWrites(self._transfer)
         self._backing = Backing(device, group, range_, "kv")
@@ -137,7 +139,7 @@ class SectorClient(PageClient):
 
     @property
     def resting(self) -> int:
-        """Pages on the device that no request of the batch reads."""
+        """Pages on the device that no request that has begun reads, in this step or the next."""
         return sum(end - first for first, end in self._takable()[0])
 
     @property
@@ -156,7 +158,8 @@ class SectorClient(PageClient):
             self._in_use.add(piece)
             self.end = max(self.end, piece + 1)
             self._read.add(piece)
-            self._reads = None
+            self._begun = None
+            self._held.add(piece)
             self._mover.look_for_host_pages(piece, piece + 1)
         self._changed = True
 
@@ -167,13 +170,14 @@ class SectorClient(PageClient):
         self._forget(piece)
         self._changed = True
 
-    def begins(self, reads: Collection[int]) -> None:
-        """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
-        DriverError."""
+    def begins(self, reads: Collection[int], held: Collection[int] = ()) -> None:
+        """A step is about to begin, whose requests have these pieces; `held` are of others that go on later. What is
+        away is restored as far as there is room. DriverError."""
         self.used = self.manager.clock()
         self._changed, self.only_cached = self._changed or self.only_cached, False
-        if reads != self._reads:
-            self._reads, self._read = reads, Pieces(runs_of(reads))
+        if (reads, held) != self._begun:
+            self._begun = reads, held
+            self._read, self._held = Pieces(runs_of(reads)), Pieces(runs_of({*reads, *held}))
         self.host_writes.arrive(self.stream)
         if self.manager.taken_of(self.number) or self._mover.away:
             self._look()
@@ -185,7 +189,7 @@ class SectorClient(PageClient):
 
     def rests(self) -> None:
         """There is no request any more: what is there is only kept."""
-        self._read, self._reads, self.only_cached = Pieces(), None, True
+        self._read, self._held, self._begun, self.only_cached = Pieces(), Pieces(), None, True
         self.manager.client_changed(self.number)
 
     def uses(self) -> None:
@@ -257,7 +261,7 @@ class SectorClient(PageClient):
         here.difference_update(self._mover.states[PieceState.OFFLOADED])
         here.difference_update(self._mover.states[PieceState.ARRIVING])
         resting = here.copy()
-        resting.difference_update(self._read)
+        resting.difference_update(self._held)
         here.difference_update(resting)
         return list(resting.runs), list(here.runs)
 

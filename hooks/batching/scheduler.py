@@ -157,7 +157,9 @@ class ElasticScheduler(Scheduler):
         selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
         step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
-        self.cache.begins([request.state.request_id for request in scheduled])
+        now = {request.state.request_id for request in scheduled}
+        lacking = {state.request_id for state, _ in selected.left_out}
+        self.cache.begins(now, self.active_requests.keys() - now - lacking if now else ())
         self._note_scheduled(scheduled, selected)
         return step
 
@@ -209,10 +211,15 @@ class ElasticScheduler(Scheduler):
     def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
         now = self.clock()
+        slow = False
         for step, seconds in self.times.drain():
             self.cache.model.costs.observe(step, seconds)
-        if self._began is not None:  # an SLO is of the time that passes for whoever waits
+            slow |= self.selection.bound.observe(step, seconds)
+        if self._began is not None and self._limits != (math.inf, math.inf):
+            # an SLO is of the time that passes for whoever waits
             self.memory.buffer.observe(tpot=now - self._began > self._limits[0], ttft=now > self._limits[1])
+        elif self._began is not None:  # without one the own past counts: see step_bound.py
+            self.memory.buffer.observe(tpot=slow, ttft=not slow and bool(self.waiting_requests))
         self._began = now if prepared else None
         if prepared:
             self.next = replace(self.next, copied=self.cache.model.lends(0).copied)

@@ -175,13 +175,23 @@ class StepCosts:
     def faster(self, one: Step, other: Step) -> bool:
         """Does a step in which as many requests decode as it has new tokens make more tokens per second than another?
         See Note [What memory costs]."""
-        parts = self._fitted
-        if parts is not None and not (self._copying and self._away):
-            copied, away = self._assumed()
-            parts = replace(
-                parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away
-            )
+        parts = self._assuming(self._fitted)
         return parts is not None and one.new * parts.seconds(other) > other.new * parts.seconds(one)
+
+    def readable(self, step: Step, seconds: float) -> float:
+        """Returns how many pages of KV on the host a step may read, whatever it reads by now, so that it takes no
+        longer than so many seconds; infinity where it is not known what one costs."""
+        parts = self._assuming(self.parts)
+        if parts is None or not parts.away:
+            return math.inf
+        return max(0.0, (seconds - parts.seconds(replace(step, copied=0, away=0))) // parts.away)
+
+    def _assuming(self, parts: Parts | None) -> Parts | None:
+        """Returns parts, with what is assumed of those of which no step has shown anything."""
+        if parts is None or (self._copying and self._away):
+            return parts
+        copied, away = self._assumed()
+        return replace(parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away)
 
 
 def _sizes(step: Step) -> tuple[int, ...]:

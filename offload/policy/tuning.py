@@ -462,6 +462,9 @@ class Serving:
     remembered: int = 4
     refit: int = 8
     gain: float = 0.1
+    # By each step that reads no KV on the host the longest of them that is remembered fades to so much (step_bound.py):
+    # to half of it in 700 steps, in which some prompts come where any wait. Chosen.
+    fading: float = 0.999
     # So many steps of prompts alone may follow one another before those that decode have one: a gap between two tokens
     # of five steps. Chosen.
     prompts: int = 4

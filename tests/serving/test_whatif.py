@@ -19,12 +19,15 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.cli import arguments
 from ballonet.hooks import loading
+from ballonet.hooks.batching.pages import SectorClient
 from ballonet.hooks.device import managers
-from ballonet.hooks.plan.machine import Decision, Machine, MachineSizes, Tenant, VirtualLoop, dealt
+from ballonet.hooks.plan.machine import Charges, Decision, Machine, MachineSizes, Tenant, VirtualLoop, dealt
 from ballonet.hooks.plan.run import POLICIES, default, named, run
 from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.streaming.model_residency import ModelResidency
 from ballonet.offload.policy.plan import Costs, fewest
 from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
+from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
 from .test_server import saved
@@ -225,6 +228,26 @@ def test_kv_on_the_host_that_hides_makes_room_for_more_requests() -> None:
     split, pie = (simulated(policy, machine(80), *dealt(ARRIVALS, 2)) for policy in ("split", "pie"))
     slow = simulated("pie", replace(machine(80), link=1.0 * MIB), *dealt(ARRIVALS, 2))
     assert pie["steps"] < split["steps"] == slow["steps"]
+
+
+def test_kv_read_on_the_host_makes_no_step_longer_than_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has room for all, and a page of it takes 6 ms in each step, a step with a whole prompt 0.28 s."""
+    steps, waits = list[tuple[int, int, float]](), Charges._waits
+
+    def noted(charges: Charges, client: SectorClient, residency: ModelResidency, seconds: float) -> float:
+        waited = waits(charges, client, residency, seconds)
+        steps.append((len(client._read), client.read_displaced, seconds + waited))
+        return waited
+
+    monkeypatch.setattr(Charges, "_waits", noted)
+    requests = [RecordedArrival(0.02 * n, 200, 48) for n in range(16)]
+    figures = simulated("weights-fixed", replace(machine(48), link=50 * MIB), requests)
+    assert figures["failed"] == 0
+    assert any(away for _, away, _ in steps), "some KV is read on the host"
+    longest = LINEAR.seconds(Step(BATCHING["max_batch_tokens"], 0))
+    known = next(at for at, (_, away, _) in enumerate(steps) if away) + DEFAULT.serving.refit
+    alone = max(read for read, _, _ in steps[:1])
+    assert [step for step in steps[known:] if step[1] and step[0] > alone and step[2] > 1.1 * longest] == []
 
 
 def test_requests_are_dealt_by_seed() -> None:
