@@ -47,6 +47,9 @@ class Prices:
     on: bool = False
     # Seconds that pages stay away, as long as none have come back. Chosen.
     horizon: float = 10.0
+    # Part by which a layer's time to copy, over that to compute, moves until its price is made again. Measured: a list
+    # of 32 layers takes 34,000 calls of Python where none is kept, and 90 where all are.
+    step: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
