@@ -25,6 +25,10 @@ Note [A sequence]
     does. So what a client offers is a sequence, and the order of all is their merge. Of equals the lowest priority
     goes first, then what was used last, then as each client offers it: models that run alike give in turns.
 
+Note [Lumps]
+    A layer may cost less than the one before it, as a slot is worth its pages only with the second. Then both cost what
+    they cost together, by pages: else a model that has begun to give would give all, and another one just like it none.
+
 Note [Made seldom]
     What a model's pass takes in so many pages is a simulation of its schedule, and a list asks for each of its layers.
     So the parts of a pass that are lost are kept by plan and ratio, whose steps are of a tenth (`Prices.step`), and the
@@ -71,10 +75,7 @@ def of_layers(
     the fastest plan for what is left. `step`: see `stepped`."""
     order, lost = tuple(order), costs.seconds * uses
     parts = _lost_parts(plan, stepped(costs.ratio, step), order, slots)
-    return [
-        (layer, Price(part * lost / plan.pages[layer], costs.page_seconds))
-        for layer, part in zip(order, parts, strict=False)
-    ]
+    return [(layer, Price(part * lost, costs.page_seconds)) for layer, part in zip(order, parts, strict=False)]
 
 
 def stepped(ratio: Fraction, step: float) -> Fraction:
@@ -87,17 +88,22 @@ def stepped(ratio: Fraction, step: float) -> Fraction:
 
 @lru_cache(maxsize=512)
 def _lost_parts(plan: Plan, ratio: Fraction, order: tuple[int, ...], slots: tuple[int, ...]) -> tuple[float, ...]:
-    """By what part of itself a pass takes longer for each next layer of the order that is gone."""
+    """By what part of itself a pass takes longer for each page of the next layer of the order that is gone. See Note
+    [Lumps]."""
     left, longest = plan.device_pages, _exposed(plan, ratio)
-    parts = []
+    lumps: list[tuple[float, int, int]] = []  # part of a pass, pages, layers
     for layer in order:
         left -= plan.pages[layer]
         exposed = exposed_part(plan.pages, left, ratio, slots)
         if exposed is None:
             break
-        parts.append(max(0.0, exposed - longest))
+        part, pages, layers = max(0.0, exposed - longest), plan.pages[layer], 1
         longest = max(longest, exposed)
-    return tuple(parts)
+        while lumps and part * lumps[-1][1] < lumps[-1][0] * pages:
+            before = lumps.pop()
+            part, pages, layers = part + before[0], pages + before[1], layers + before[2]
+        lumps.append((part, pages, layers))
+    return tuple(part / pages for part, pages, layers in lumps for _ in range(layers))
 
 
 @lru_cache(maxsize=4096)
