@@ -43,7 +43,8 @@ class FreePages:
 class Prices:
     """How pages are priced (price.py)."""
 
-    # Is what is taken ordered by price, or by kind?
+    # Is what is taken ordered by price, or by kind? Measured (120 of Azure's requests; 2 models of 8B on 24 and 34 GiB,
+    # 3 on 48): P99 of first tokens and of gaps, and tokens per second, are the same.
     on: bool = False
     # Seconds that pages stay away, as long as none have come back. Chosen.
     horizon: float = 10.0
