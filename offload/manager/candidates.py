@@ -4,7 +4,6 @@ candidates, plans and pages out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..policy.plan import Plan
@@ -12,7 +11,7 @@ from ..policy.price import merged, of_layers
 from ..policy.reclaim_order import Absent, Candidate, Level, above_floors, claimed, restore_order
 from ..policy.remap import Model, by_level, of_layer, restore
 from .client import INDICES_PER_SPLIT
-from .clients import Held
+from .clients import Held, ModelState
 from .decision import Situation
 
 
@@ -22,69 +21,65 @@ def listed(
     """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed;
     `owed`: pages that models have to give back to others."""
     if now.prices.on:
-        return above_floors(_priced(now, of_models, caches, owed), _spare(now, caches))
+        sequences = _by_client([*of_models, *claimed(_of_caches(now, caches), owed)])
+        return above_floors(merged(sequences, now.prices.horizon), _spare(now, caches))
     return above_floors(claimed([*of_models, *_of_caches(now, caches)], owed), _spare(now, caches))
 
 
 def of_models(now: Situation) -> Iterator[Candidate]:
-    """Layers, in the order of remap.py."""
+    """Layers, in the order of remap.py, with what they cost."""
     states = {state.name: state for state in now.states if state.auto and not state.held}
+    models = {name: now.model(state) for name, state in states.items()}
     gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
-    for level, model, layer in by_level([now.model(state) for state in states.values()], gone):
-        yield of_layer(level, model, layer, states[model.name].number)
+    offered = (
+        of_layer(level, model, layer, states[model.name].number)
+        for level, model, layer in by_level(models.values(), gone)
+    )
+    if not now.prices.on:
+        yield from offered
+        return
+    by_number = {state.number: state for state in states.values()}
+    for sequence in _by_client(offered):
+        state = by_number[sequence[0].client]
+        yield from _priced(now, state, models[state.name], sequence)
 
 
-def _priced(
-    now: Situation, of_models: Iterable[Candidate], caches: Sequence[Held], owed: Mapping[int, int]
-) -> list[Candidate]:
-    """In the order of taking, by price. See price.py."""
-    layers: dict[int, list[Candidate]] = {}
-    for candidate in of_models:
-        layers.setdefault(candidate.client, []).append(candidate)
-    sequences = []
-    for state in now.states:
-        if of_it := {candidate.index: candidate for candidate in layers.get(state.number, ())}:
-            model = now.model(state)
-            prices = of_layers(model.plan, model.costs, now.uses(state), of_it, model.slots)
-            sequences.append(
-                [
-                    replace(of_it[layer], seconds=price.rate, once=price.once * of_it[layer].pages)
-                    for layer, price in prices
-                ]
-            )
-    by_cache: dict[int, list[Candidate]] = {}
-    for candidate in claimed(_of_caches(now, caches), owed):
-        by_cache.setdefault(candidate.client, []).append(candidate)
-    states = {state.number: state for state in now.states}
-    for held in caches:
-        whose = states.get(held.state.model)
-        uses = now.idle_uses(held.used) if whose is None or not held.active else now.uses(whose)
-        back = now.page_seconds or 0.0
-        sequences.append(
-            [
-                replace(
-                    candidate,
-                    seconds=(back * uses if candidate.level is not Level.PREFIX else 0.0),
-                    once=candidate.once + (back * candidate.pages if held.active else 0.0),
-                )
-                for candidate in by_cache.get(held.state.number, ())
-            ]
-        )
-    return merged(sequences, now.prices.horizon)
+def _priced(now: Situation, state: ModelState, model: Model, layers: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Layers of a model at their prices, each as if those before it were gone."""
+    order = [candidate.index for candidate in layers]
+    prices = of_layers(model.plan, model.costs, now.uses(state), order, model.slots, now.prices.step)
+    for candidate, (_, price) in zip(layers, prices, strict=False):
+        candidate.seconds, candidate.once, candidate.recency = price.rate, price.once * candidate.pages, model.used
+        yield candidate
+
+
+def _by_client(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+    """What each client offers, as it comes."""
+    sequences: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        sequences.setdefault(candidate.client, []).append(candidate)
+    return list(sequences.values())
 
 
 def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
-    priorities = {state.number: state.model.priority for state in now.states}
-    seconds = now.leaving_seconds or 0.0
+    states = {state.number: state for state in now.states}
+    leaving, back = now.leaving_seconds or 0.0, now.page_seconds or 0.0
     for held in caches:
         number, owner = held.state.number, held.state.model
+        model = states.get(owner)
+        uses = 1.0
+        if now.prices.on:
+            uses = now.uses(model) if model is not None and held.active else now.idle_uses(held.used)
         for offer in held.offers:
             active = held.active and not offer.resting
             level = offer.in_use if active else offer.idle
             recency = float(number) if active else held.used
-            once = 0.0 if offer.clean else offer.pages * seconds
-            lost = offer.readers * seconds if active else 0.0
-            priority = priorities.get(owner, 0)
+            once = 0.0 if offer.clean else offer.pages * leaving
+            lost = offer.readers * leaving if active else 0.0
+            if now.prices.on:
+                lost = 0.0 if level is Level.PREFIX else back * uses
+                once += offer.pages * back if held.active else 0.0
+            priority = 0 if model is None else model.model.priority
             divisible = INDICES_PER_SPLIT if offer.divisible else 0
             yield Candidate(
                 level, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible

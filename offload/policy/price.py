@@ -23,14 +23,25 @@ Note [What of the papers falls out]
 Note [A sequence]
     Each entry is priced as if all before it of its client were gone: alone every layer hides, and all together none
     does. So what a client offers is a sequence, and the order of all is their merge. Of equals the lowest priority
-    goes first, and then as they were offered.
+    goes first, then what was used last, then as each client offers it: models that run alike give in turns.
+
+Note [Lumps]
+    A layer may cost less than the one before it, as a slot is worth its pages only with the second. Then both cost what
+    they cost together, by pages: else a model that has begun to give would give all, and another one just like it none.
+
+Note [Made seldom]
+    What a model's pass takes in so many pages is a simulation of its schedule, and a list asks for each of its layers.
+    So the parts of a pass that are lost are kept by plan and ratio, whose steps are of a tenth (`Prices.step`), and the
+    manager prices layers when plans, costs, the link or who runs have changed, and not with each list.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from .plan import Costs, Plan, fewest
@@ -57,24 +68,54 @@ def until_used(since: float, usual: float | None, least: float) -> float:
 
 
 def of_layers(
-    plan: Plan, costs: Costs, uses: float, order: Iterable[int], slots: tuple[int, ...]
-) -> Iterator[tuple[int, Price]]:
-    """Iterates over (layer, price), each as if those before it were gone. `plan`: what streams now; `uses`: passes per
-    second. A layer takes its pages along; how the rest is arranged then is the fastest plan for what is left."""
-    left, exposed = plan.device_pages, _exposed(plan, costs)
+    plan: Plan, costs: Costs, uses: float, order: Iterable[int], slots: tuple[int, ...], step: float = 0.0
+) -> list[tuple[int, Price]]:
+    """Returns (layer, price) of each, as if those before it were gone, until nothing could be arranged any more.
+    `plan`: what streams now; `uses`: passes per second. A layer takes its pages along; how the rest is arranged then is
+    the fastest plan for what is left. `step`: see `stepped`."""
+    order, lost = tuple(order), costs.seconds * uses
+    parts = _lost_parts(plan, stepped(costs.ratio, step), order, slots)
+    return [(layer, Price(part * lost, costs.page_seconds)) for layer, part in zip(order, parts, strict=False)]
+
+
+def stepped(ratio: Fraction, step: float) -> Fraction:
+    """The nearest power of 1 + `step`, so that prices are worked out again only for a ratio that is off by more than
+    half of that; 0: the ratio itself."""
+    if not step or ratio <= 0:
+        return ratio
+    return round(Fraction((1 + step) ** round(math.log(ratio) / math.log1p(step))), 6)
+
+
+@lru_cache(maxsize=512)
+def _lost_parts(plan: Plan, ratio: Fraction, order: tuple[int, ...], slots: tuple[int, ...]) -> tuple[float, ...]:
+    """By what part of itself a pass takes longer for each page of the next layer of the order that is gone. See Note
+    [Lumps]."""
+    left, longest = plan.device_pages, _exposed(plan, ratio)
+    lumps: list[tuple[float, int, int]] = []  # part of a pass, pages, layers
     for layer in order:
         left -= plan.pages[layer]
-        then = fewest(plan.pages, left, costs.ratio, slots=slots) or fewest(plan.pages, left, costs.ratio, slots=(1,))
-        if then is None:
-            return  # nothing could be arranged any more
-        after = _exposed(then, costs)
-        yield layer, Price(max(0.0, after - exposed) * uses / plan.pages[layer], costs.page_seconds)
-        exposed = max(exposed, after)
+        exposed = exposed_part(plan.pages, left, ratio, slots)
+        if exposed is None:
+            break
+        part, pages, layers = max(0.0, exposed - longest), plan.pages[layer], 1
+        longest = max(longest, exposed)
+        while lumps and part * lumps[-1][1] < lumps[-1][0] * pages:
+            before = lumps.pop()
+            part, pages, layers = part + before[0], pages + before[1], layers + before[2]
+        lumps.append((part, pages, layers))
+    return tuple(part / pages for part, pages, layers in lumps for _ in range(layers))
 
 
-def _exposed(plan: Plan, costs: Costs) -> float:
-    """The seconds by which a pass takes longer than with every layer present."""
-    return costs.of(plan) - costs.seconds
+@lru_cache(maxsize=4096)
+def exposed_part(pages: tuple[int, ...], left: int, ratio: Fraction, slots: tuple[int, ...]) -> float | None:
+    """By what part of itself a pass takes longer in so many device pages than with every layer present; None where
+    nothing can be arranged in them."""
+    plan = fewest(pages, left, ratio, slots=slots) or fewest(pages, left, ratio, slots=(1,))
+    return None if plan is None else _exposed(plan, ratio)
+
+
+def _exposed(plan: Plan, ratio: Fraction) -> float:
+    return float(plan.expected(ratio).time / len(plan.pages)) - 1 if plan.copied else 0.0
 
 
 def merged(sequences: Iterable[Sequence[Candidate]], horizon: float) -> list[Candidate]:
@@ -83,14 +124,14 @@ def merged(sequences: Iterable[Sequence[Candidate]], horizon: float) -> list[Can
     heads = []
     for number, sequence in enumerate(sequences):
         if sequence:
-            heads.append((*_key(sequence[0], horizon), number, 0, sequence))
+            heads.append((*_key(sequence[0], horizon), 0, number, sequence))
     heapq.heapify(heads)
     order = []
     while heads:
-        *_, number, at, sequence = heads[0]
+        *_, at, number, sequence = heads[0]
         order.append(sequence[at])
         if at + 1 < len(sequence):
-            heapq.heapreplace(heads, (*_key(sequence[at + 1], horizon), number, at + 1, sequence))
+            heapq.heapreplace(heads, (*_key(sequence[at + 1], horizon), at + 1, number, sequence))
         else:
             heapq.heappop(heads)
     return order

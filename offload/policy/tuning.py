@@ -43,10 +43,14 @@ class FreePages:
 class Prices:
     """How pages are priced (price.py)."""
 
-    # Is what is taken ordered by price, or by kind?
+    # Is what is taken ordered by price, or by kind? Measured (120 of Azure's requests; 2 models of 8B on 24 and 34 GiB,
+    # 3 on 48): P99 of first tokens and of gaps, and tokens per second, are the same.
     on: bool = False
     # Seconds that pages stay away, as long as none have come back. Chosen.
     horizon: float = 10.0
+    # Part by which a layer's time to copy, over that to compute, moves until its price is made again. Measured: a list
+    # of 32 layers takes 34,000 calls of Python where none is kept, and 90 where all are.
+    step: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
