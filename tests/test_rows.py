@@ -136,6 +136,7 @@ phases: prefill and decode with SLOs of their own, in turn with one plan for bot
   bug policy/prompts-have-the-slo-of-tokens offload/manager/clients.py
   cpu test_tables.py::test_prefill_may_stream_more_than_decode
   cpu test_manager_slo.py::test_nothing_is_loaded_where_prefills_and_steps_take_turns
+  cpu test_manager_slo.py::test_a_phase_without_an_slo
   gpu figure:slo
 admission: refused with the reason and the nearest SLO
   bug policy/last-model-is-refused offload/policy/coordinator.py

@@ -153,7 +153,8 @@ class ModelResidency:
             self.waited += measured.stall
             if self.timings.note(measured, self.arrangement.plan) and self._governed:
                 self._manager.changed(self)
-        if self._arranged is not None and self.waited >= self._arranged.rent and self._governed:
+        standing = self.alike.decision
+        if standing is not None and self.waited >= standing.rent and self._governed:
             self._manager.changed(self)
         if self._governed and point is not None:
             decision = self._manager.before(self, point)

@@ -56,7 +56,7 @@ class StepsAlike:
             or steps.version != manager.version.number
             or cache is not steps.cache()
             or kwargs.keys() != steps.names
-            or (args[0] if args else kwargs.get("input_ids")).shape != steps.shape
+            or getattr(args[0] if args else kwargs.get("input_ids"), "shape", None) != steps.shape
             or (now := manager.clock()) >= steps.until
             or (device.available, device.budget) != steps.seen
             or device.reclaimed != steps.reclaimed
