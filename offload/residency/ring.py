@@ -20,7 +20,7 @@ Note [Starting and stopping to stream]
     Which layers stream changes between passes (`arrange`). A layer that starts to stream gives its pages first and the
     slots are made of what is free then: where memory is short there may be no other. A layer that stops stays on the
     host and gets a slot of its own: a pass opens the slot of one layer while the one before computes, and the
-    background maps pages of the one after, so that a first token waits for no page table. So its weights go to the host
+    background maps pages of two more, so that a first token waits for no page table. So its weights go to the host
     once, however often it starts and stops; what is written meanwhile is written on the host and copied to the slot as
     to any other, and its addresses are not touched. The core may take an own slot as it takes a resident layer, and
     need not copy anything for it. Only `make_resident` makes a layer resident again, which gives up the copy on the
@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import DriverError, PoolExhausted
@@ -369,7 +369,7 @@ class Ring:
                     del self._layers[member]
                     self.opened(member)
                     self._filler.fill(self, slot, member, stream)
-        if (after := _following(coming, layer, self._runs)) in coming:
+        for after in islice((other for other in coming if other > layer and self._runs(other)), 2):
             coming[after].map_ahead(0, coming[after].pieces)
 
     def enter(self, layer: int, stream: int) -> Range | None:
