@@ -163,9 +163,10 @@ def test_own_slots_of_layers_that_do_not_run_are_not_filled() -> None:
         assert it.copied() - before == 2 + 3
         it.ring.share(lambda layer: True)
         it.ring.begin(0, lambda layer: True)
-        assert it.copied() - before == 2 + 3 + (2 + 1 + 2)  # what shared slots held is forgotten, own slots keep it
+        assert it.copied() - before == 2 + 3 + (2 + 1)  # what shared slots held is forgotten, own slots keep it
         for layer in range(4):
             it.run(layer)
+        assert it.copied() - before == 2 + 3 + (2 + 1 + 2)  # each is opened one layer ahead
 
 
 @pytest.mark.parametrize("layers", [(), (0, 2, 3, 5)])
