@@ -61,6 +61,7 @@ class Model:
         return made
 
     def run(self, layer: int, stream: int = 0, ahead: bool = False) -> None:
+        self.ring.bring(layer, stream)
         assert self.ring.enter(layer, stream)
         assert self.reads_right(layer, stream)
         self.ring.leave(layer, lambda _: ahead)
