@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,43 @@ def test_embeddings_and_head_come_back_late_where_few_rows_of_them_are_read(load
         assert resident_rest(managed)
 
 
-def test_what_else_lies_outside_of_layers_comes_back_first(loaded: Any) -> None:
+@pytest.mark.parametrize("act", ["release", "sleep", "write", "replace", "gradients"])
+def test_embeddings_that_are_not_back_yet_are_right_whatever_is_done_next(
+    device: Device, loaded: Any, act: str
+) -> None:
+    with install.stock():
+        twin = AutoModelForCausalLM.from_pretrained(loaded.name_or_path).eval()
+    managed = ballonet.manage(loaded)
+    managed.sleep()
+    with torch.no_grad():
+        loaded(models.prompts(2, 7)["input_ids"], logits_to_keep=1)
+    assert not resident_rest(managed)
+    if act == "release":
+        managed.release()
+    elif act == "sleep":
+        managed.sleep(2)
+    elif act == "write":
+        for model in (loaded, twin):
+            with torch.no_grad():
+                model.get_input_embeddings().weight.mul_(2)
+    elif act == "replace":
+        for model, memory in ((loaded, nullcontext), (twin, install.stock)):
+            with memory():
+                model.lm_head.weight.data = model.lm_head.weight.data * 3
+    elif act == "gradients":
+        grads = [
+            torch.autograd.grad(model(**models.prompts(2, 7)).logits.sum(), model.lm_head.weight)[0]
+            for model in (loaded, twin)
+        ]
+        assert torch.equal(*grads)
+    with install.stock():
+        stock = answer(twin)
+    assert torch.equal(answer(loaded), stock)
+    managed.release()
+    device.check()
+
+
+def test_a_tower_outside_of_layers_comes_back_before_the_forward_that_wakes(loaded: Any) -> None:
     """A tower of images reads all of its weights many times in a forward."""
     loaded.model.tower = torch.nn.Linear(64, 64)
     with torch.no_grad(), ballonet.manage(loaded) as managed:

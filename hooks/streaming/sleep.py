@@ -9,11 +9,10 @@ Note [Asleep]
 Note [Waking]
     What lies outside of layers comes back first, unless it is embeddings and a head alone, of which the forward that
     wakes the model reads few rows: these it reads on the host, as fast as the link would bring them, and they come back
-    with the next forward. Each layer that was resident gets a slot of its own, which is filled
-    while the layers before it compute, as for layers that have come back from the host (ring.py, Note [Starting and
-    stopping to stream]): the first token comes as late as the slower of its prefill and the link. The pages of the
-    slots go to the layers' own addresses before the next forward, without a second copy where nobody can have written
-    to the layer meanwhile.
+    with the next forward. Each layer that was resident gets a slot of its own, which is filled while the layers before
+    it compute, as for layers that have come back from the host (ring.py, Note [Starting and stopping to stream]): the
+    first token comes as late as the slower of its prefill and the link. The pages of the slots go to the layers' own
+    addresses before the next forward, without a second copy where nobody can have written to the layer meanwhile.
 
 Note [Level 2]
     What lies in the weights' file byte for byte is read from there again, and takes no memory: the bytes of a layer go
@@ -37,7 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -220,8 +219,8 @@ class Sleep:
     def _leave_rest(self, model: nn.Module, places: Places) -> None:
         """Moves all other weights off the device."""
         transfer = Transfer(self._weights.device)
-        for part in self._weights.parts(None):
-            _alone(part).leave(transfer)
+        for left in _by_range(self._weights.parts(None)):
+            left.leave(transfer)
         ids = {id(tensor) for tensors in self._lying(model, (None,)).values() for tensor in tensors}
         shown = self._shown = Bound(model, ids, self._asked, self._interpreter)
         alone = shown.unheld() and all(bound.unheld() for bound in self._residency.streaming.bound.values())
@@ -283,7 +282,7 @@ class Sleep:
     @property
     def _rest(self) -> list[StreamedLayer]:
         """The ranges of weights outside of layers, those that are on the host."""
-        return [_alone(part) for part in self._weights.parts(None) if is_away(part.range)]
+        return _by_range(part for part in self._weights.parts(None) if is_away(part.range))
 
     def _bring_rest(self, hidden: bool = False) -> None:
         """Brings weights outside of layers back, all or those whose bytes are `hidden` in a file. Raises as `end`."""
@@ -328,9 +327,14 @@ class Sleep:
         residency.settling = True
 
 
-def _alone(part: LayerPart) -> StreamedLayer:
-    """A range of weights outside of layers, as something that streams."""
-    return StreamedLayer(-1, 0, (replace(part, offset=0),))
+def _by_range(parts: Iterable[LayerPart]) -> list[StreamedLayer]:
+    """Weights outside of layers as things that stream: one for each range, as its parts share a backing."""
+    streamed = list[StreamedLayer]()
+    for _, group in groupby(parts, key=lambda part: part.range.address):
+        of_range = list(group)
+        start = of_range[0].offset
+        streamed.append(StreamedLayer(-1, 0, tuple(replace(part, offset=part.offset - start) for part in of_range)))
+    return streamed
 
 
 def _reads_few_rows(call: Mapping[str, Any], rows: int) -> bool:
