@@ -60,9 +60,13 @@ class Model:
         self.movers.append(made)
         return made
 
-    def run(self, layer: int, stream: int = 0, ahead: bool = False) -> None:
+    def enter(self, layer: int, stream: int = 0) -> Range | None:
+        """As a pass that has reached the layer does."""
         self.ring.bring(layer, stream)
-        assert self.ring.enter(layer, stream)
+        return self.ring.enter(layer, stream)
+
+    def run(self, layer: int, stream: int = 0, ahead: bool = False) -> None:
+        assert self.enter(layer, stream)
         assert self.reads_right(layer, stream)
         self.ring.leave(layer, lambda _: ahead)
 
@@ -247,7 +251,7 @@ def test_any_order_of_layers_and_of_what_is_done_to_them(pages: list[int], slots
             elif step == "release":
                 it.ring.release_layers()
                 assert it.ring.enter(layer, lane) is None
-            elif step in ("run", "enter", "keep") and it.ring.enter(layer, lane):
+            elif step in ("run", "enter", "keep") and it.enter(layer, lane):
                 assert it.reads_right(layer, lane)
                 if step == "run":
                     it.ring.leave(layer)
@@ -305,6 +309,19 @@ def test_slots_that_do_not_fit_leave_nothing() -> None:
         assert core.pages()["weights"] == 0
 
 
+def test_a_layer_for_whose_slot_a_pass_finds_no_page_has_none_until_layers_are_arranged() -> None:
+    with opened(budget=4, host_budget=20) as core:
+        it = Model(core, [2, 3], [0, 1], 1)
+        it.arrange([0])  # the shared slot has 3 of 4 pages
+        it.ring.begin(0)
+        it.run(0)
+        it.ring.bring(1, 0)
+        assert it.ring.slot(1) is None
+        it.arrange([0, 1])
+        it.run(1)
+        it.close()
+
+
 def passes(it: Model) -> None:
     for _ in range(3):
         it.ring.begin(0)
@@ -315,7 +332,7 @@ def passes(it: Model) -> None:
 def changes(it: Model) -> None:
     for streamed in ([], [0, 1, 3], [1], [0, 1, 3], [], [3], [0, 1, 3]):
         it.arrange(streamed)
-        for layer in it.ring.own.layers:
+        for layer in sorted(it.ring.own.back):
             it.ring.make_resident(layer)
 
 

@@ -31,7 +31,7 @@ Note [Starting and stopping to stream]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -273,6 +273,7 @@ class Ring:
         self.own = OwnSlots()  # of those that have stopped streaming
         self.opened: Callable[[int], None] = lambda layer: None  # is told that a pass has opened a layer's own slot
         self._runs: Callable[[int], bool] = lambda layer: True
+        self._without: set[int] = set()  # layers for whose slots a pass has found no pages
 
     @property
     def pages(self) -> int:
@@ -306,7 +307,7 @@ class Ring:
         if streamed is None:
             own = self.own.get(layer)
             return own and own[1]
-        if layer in self.own.coming:
+        if layer in self.own.coming or layer in self._without:
             return None
         slots = self.shared.slots
         if streamed.slot < len(slots) and streamed.pages <= (slot := slots[streamed.slot]).range.backed:
@@ -364,11 +365,14 @@ class Ring:
             return
         for member in layer, _following(coming, layer, self._runs):
             if member in coming:
-                with suppress(PoolExhausted):
+                try:
                     slot = self.own.open(self._layers[member])
-                    del self._layers[member]
-                    self.opened(member)
-                    self._filler.fill(self, slot, member, stream)
+                except PoolExhausted:
+                    self._without.add(member)
+                    continue
+                del self._layers[member]
+                self.opened(member)
+                self._filler.fill(self, slot, member, stream)
         for after in islice((other for other in coming if other > layer and self._runs(other)), 2):
             coming[after].map_ahead(0, coming[after].pieces)
 
@@ -491,6 +495,7 @@ class Ring:
 
     def _share(self) -> None:
         """Assigns layers to slots anew, after others stream."""
+        self._without.clear()
         for index, slot in enumerate(self.shared.slots):
             turns = [layer for layer, member in sorted(self._layers.items()) if member.slot == index]
             slot.turns = [layer for layer in turns if self.slot(layer) is not None and self._runs(layer)]
