@@ -118,6 +118,8 @@ def plan_under_budget(
         """Pages that lack where layers take `wanted` pages."""
         return max(0, _used(device) - sources) + own + wanted - device.budget // page
 
+    if missing(sum(pages)) > 0:
+        device.trim()  # waits for blocks that other streams use
     reserve(device, missing(sum(pages)))
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept for later prompts
