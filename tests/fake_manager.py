@@ -10,8 +10,8 @@ from ballonet.allocator._native import Range
 from ballonet.offload.manager.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.manager.decision import StreamDecision
 from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
-from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.plan import Costs, Plan
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.record.record import Point
 
 from .tuned import Clock
@@ -145,7 +145,7 @@ class FakeModel:
         self.interval = interval
         self.tpot_slo, self.ttft_slo = tpot, ttft
         self.others_wait = False
-        self.waited = 0.0
+        self.waited, self.copied = 0.0, 0.0
         self.priority = priority
         self.floor = floor
         self.running = False
@@ -206,6 +206,7 @@ class FakeModel:
                 assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
             self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
             self.plan, self.gone = plan, set()
+            self.waited = self.copied = 0.0
             assert self.device.free >= 0
             self.changes -= 1
 
@@ -219,11 +220,17 @@ class FakeModel:
     ) -> StreamDecision:
         """An iteration, with which the cache grows. MemoryError where there are no pages for that."""
         self.running = True
+        if self.decisions and (self.waited >= self.decisions[-1].rent or self.copied >= self.decisions[-1].toll):
+            manager.changed(self)
         try:
             decision = manager.before(self, Point(phase, batch, length))
             if decision.plan != self.plan or self.gone:
                 self.arrange(manager, decision.plan)
             self.decisions.append(decision)
+            seconds, page = self.times[phase], PAGE / LINK
+            if seconds is not None:
+                self.waited += Costs(self.plan.pages, seconds, page).expected(self.plan) - seconds
+            self.copied += self.plan.copied_pages * page
             if kv > 0 and not self.device.grow(kv, self):
                 raise MemoryError
             self.device.kv += min(kv, 0)
@@ -295,7 +302,8 @@ class FakeCache(PageClient):
 
     def offers(self) -> list[Offer]:
         here = [page for page in range(self.pages) if page not in self.away]
-        idle = {page: Level.PREFIX if self.only_cached and page in self.clean else Level.IDLE_KV for page in here}
+        kept = self.clean if self.only_cached else ()
+        idle = {page: PageSource.PREFIX if page in kept else PageSource.IDLE_KV for page in here}
         return [Offer(page, 1, page in self.clean, resting=page in self.resting, idle=idle[page]) for page in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:

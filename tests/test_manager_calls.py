@@ -13,7 +13,7 @@ from ballonet.offload.manager import memory_manager, overview
 from ballonet.offload.manager.device_view import DevicePages, Traffic, sent
 from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.plan import Plan, streaming
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
@@ -302,7 +302,8 @@ def test_traffic_changes_what_streams() -> None:
 
 def idle_weights(manager: MemoryManager) -> set[int]:
     """The numbers of the models whose layers are those of an idle one."""
-    return {candidate.client for candidate in manager.reclaim.candidates() if candidate.level is Level.IDLE_WEIGHTS}
+    candidates = manager.reclaim.candidates()
+    return {candidate.client for candidate in candidates if candidate.source is PageSource.IDLE_WEIGHTS}
 
 
 def test_whoever_schedules_requests_says_who_is_idle() -> None:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from fractions import Fraction
-from types import FrameType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballonet.offload.policy.giving import nested
 from ballonet.offload.policy.plan import Costs, Plan, fewest
-from ballonet.offload.policy.price import Price, merged, of_layers, stepped
-from ballonet.offload.policy.reclaim_order import Candidate, Level
-from ballonet.offload.policy.remap import nested
-from ballonet.offload.policy.tuning import DEFAULT, Tuning
-
-from .counting import each_call
-from .fake_manager import FakeCache, a_manager
+from ballonet.offload.policy.price import Price, of_layers, stepped
+from ballonet.offload.policy.reclaim_order import Candidate, PageSource, claimed, ordered
 
 HORIZON = 10.0
-BY_PRICE = replace(DEFAULT, prices=replace(DEFAULT.prices, on=True))
 
 
 def least_seconds(costs: Costs, left: int) -> float:
@@ -51,8 +45,8 @@ def test_layer_costs_what_the_fastest_pass_takes_longer_without_it_and_those_bef
         left -= pages
         lost.append(max(lost[-1], least_seconds(costs, left)))
     assert len(prices) == min(len(order), plan.device_pages // pages - 1), "a slot stays"
-    assert [layer for layer, _ in prices] == list(order[: len(prices)])
-    for number, (_, price) in enumerate(prices):
+    assert [layer for layer, _, _ in prices] == list(order[: len(prices)])
+    for number, (_, price, _) in enumerate(prices):
         slope = max(  # of the highest curve below that never bends down
             min((lost[end] - lost[begin]) / (end - begin) for end in range(number + 1, len(lost)))
             for begin in range(number + 1)
@@ -62,7 +56,7 @@ def test_layer_costs_what_the_fastest_pass_takes_longer_without_it_and_those_bef
 
 
 def a_layer(client: int, index: int, price: Price, **more: Any) -> Candidate:
-    return Candidate(Level.HIDDEN_WEIGHTS, client, index, 1, seconds=price.rate, once=price.once, **more)
+    return Candidate(PageSource.HIDDEN_WEIGHTS, client, index, 1, price, **more)
 
 
 @settings(max_examples=60)
@@ -74,13 +68,13 @@ def test_pages_taken_are_the_cheapest_choice_of_all(rates: list[list[float]], ta
         for client, its in enumerate(rates)
     ]
     taken = min(taken, sum(map(len, sequences)))
-    lost = sum(candidate.seconds for candidate in merged(sequences, HORIZON)[:taken])
+    lost = sum(candidate.price.rate for candidate in ordered(sequences, HORIZON)[:taken])
     choices = [
         counts for counts in itertools.product(*(range(len(its) + 1) for its in sequences)) if sum(counts) == taken
     ]
     assert lost == pytest.approx(
         min(
-            sum(candidate.seconds for its, count in zip(sequences, counts, strict=True) for candidate in its[:count])
+            sum(candidate.price.rate for its, count in zip(sequences, counts, strict=True) for candidate in its[:count])
             for counts in choices
         )
     )
@@ -91,7 +85,7 @@ def test_pages_taken_are_the_cheapest_choice_of_all(rates: list[list[float]], ta
 def test_of_two_models_with_equal_requests_neither_ends_with_all_pages(layers: int, pages: int, ratio: float) -> None:
     costs = Costs((pages,) * layers, 0.001 * layers * pages / ratio, 0.001)
     prices = of_layers(Plan(costs.pages), costs, 5.0, nested(costs.pages), (1, 2))
-    order = merged([[a_layer(client, layer, price) for layer, price in prices] for client in (1, 2)], HORIZON)
+    order = ordered([[a_layer(client, layer, price) for layer, price, _ in prices] for client in (1, 2)], HORIZON)
     given = {1: 0, 2: 0}
     for candidate in order:
         given[candidate.client] += 1
@@ -104,13 +98,14 @@ def test_equals_give_by_lower_priority_then_latest_use_then_as_offered() -> None
         [a_layer(client, index, price, priority=priority, recency=used) for index in range(2)]
         for client, priority, used in ((1, 1, 9.0), (2, 0, 5.0), (3, 0, 7.0), (4, 0, 5.0))
     )
-    order = [(candidate.client, candidate.index) for candidate in merged([one, two, three, four], HORIZON)]
+    order = [(candidate.client, candidate.index) for candidate in ordered([one, two, three, four], HORIZON)]
     assert order == [(3, 0), (3, 1), (2, 0), (4, 0), (2, 1), (4, 1), (1, 0), (1, 1)]
 
 
 def test_what_is_due_to_others_goes_before_what_costs_less() -> None:
-    due, cheap = a_layer(1, 0, Price(1.0, 1.0), borrowed=True), a_layer(2, 0, Price(0.0, 0.0))
-    assert merged([[cheap], [due]], HORIZON) == [due, cheap]
+    kept = replace(a_layer(1, 0, Price(1.0, 1.0), owner=1), source=PageSource.IDLE_KV)
+    cheap = a_layer(2, 0, Price(0.0, 0.0))
+    assert claimed([cheap, kept], {1: 1}) == [replace(kept, borrowed=True), cheap]
 
 
 @given(st.integers(1, 10**4), st.sampled_from([0.0, 0.05, 0.1, 0.5]))
@@ -119,18 +114,3 @@ def test_stepped_ratio_is_within_half_a_step(hundredths: int, step: float) -> No
     off = float(stepped(ratio, step) / ratio)
     assert (1 + step) ** -0.5 - 1e-3 <= off <= (1 + step) ** 0.5 + 1e-3
     assert stepped(stepped(ratio, step), step) == stepped(ratio, step)
-
-
-def test_list_by_price_costs_as_many_calls_as_one_by_kind() -> None:
-    def calls(tuning: Tuning) -> int:
-        device, manager, clock, (a, b) = a_manager(200, {}, {}, tuning=tuning)
-        a.step(manager)
-        b.step(manager)
-        FakeCache(device, manager, clock).step(6)
-        manager.reclaim.publish_now()
-        called: list[FrameType] = []
-        with each_call(called.append):
-            manager.reclaim.publish_now()
-        return len(called)
-
-    assert calls(BY_PRICE) <= 1.25 * calls(DEFAULT)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, LogicalBuffer, Memory, can_ever_run
-from ...offload.policy.reclaim_order import Level
+from ...offload.policy.reclaim_order import PageSource
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach
 from ..weights.ranges import host_pages_left
@@ -92,7 +92,7 @@ class RequestMemory:
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)
             with suppress(DriverError):
-                lacking -= self._cache.pages.client.manager.levels.reclaim(Level.IDLE_KV, lacking)
+                lacking -= self._cache.pages.client.manager.sources.reclaim(PageSource.IDLE_KV, lacking)
             if lacking > 0:
                 self._cache.evict_kept(lacking * page)
 

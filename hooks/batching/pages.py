@@ -48,7 +48,7 @@ from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import BallonetError, DriverError, PoolExhausted
 from ...offload.manager.client import Offer, PageClient
 from ...offload.manager.memory_manager import MemoryManager
-from ...offload.policy.reclaim_order import Level
+from ...offload.policy.reclaim_order import PageSource
 from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover, Runs
 from ...offload.residency.pieces import PieceEvent, Pieces, PieceState, runs_of
@@ -221,7 +221,7 @@ class SectorClient(PageClient):
             led = self._mover.evict(pieces, self._transfer, self.stream, whole=True)
         if led:
             self._changed = True
-            self.manager.events.decided(Level.RUNNING_KV.label, "reclaim", led, what=self.name)
+            self.manager.events.decided(PageSource.RUNNING_KV.label, "reclaim", led, what=self.name)
         return led
 
     def retreat(self) -> int:
@@ -240,7 +240,7 @@ class SectorClient(PageClient):
             self._mover.fetch(self._transfer, self.stream, 0)
         if back:
             self._changed = True
-            self.manager.events.decided(Level.RUNNING_KV.label, "restore", back, what=self.name)
+            self.manager.events.decided(PageSource.RUNNING_KV.label, "restore", back, what=self.name)
         return back
 
     def has(self, piece: int) -> bool:

@@ -89,7 +89,7 @@ def _made(runtime: Runtime) -> MemoryManager:
         turn=runtime.settings.turn,
         spill=runtime.settings.spill is True,
     )
-    runtime.preparing = manager.levels.preparing
+    runtime.preparing = manager.sources.preparing
     looks.publish(runtime, "kv", _away)
     return manager
 

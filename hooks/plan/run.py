@@ -122,13 +122,14 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "unlimited": ElasticPolicy("ballonet, with memory for everything", budgets=8),
     "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
     "fast": ElasticPolicy("ballonet"),
-    "priced": ElasticPolicy("ballonet, by price", changes={"prices": {"on": True}}),
     "no-turns": ElasticPolicy("models share the device, each in part", changes={"turns": {"patience": 0.0}}),
-    "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
-    "uncapped": ElasticPolicy("models stream more than hides", changes={"weights": {"capped": False}}),
+    "no-once": ElasticPolicy(
+        "prices without the way there and back",
+        changes={"prices": dict.fromkeys(("horizon", "shortest", "longest"), 1e12)},
+    ),
     "one-slot": ElasticPolicy("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),
     "two-slots": ElasticPolicy("streamed layers share two slots: alpha + 2", changes={"weights": {"slots": (2,)}}),
-    "no-restoring": ElasticPolicy("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
+    "no-return": ElasticPolicy("what has left does not come back", changes={"prices": {"returns": math.inf}}),
     "weights-fixed": ElasticPolicy("weights give no pages", interval=None),
     "activations-apart": ElasticPolicy(
         "nor do activations, and KV none to them", interval=None, changes={"serving": {"activations_give": False}}

@@ -64,7 +64,7 @@ class ModelResidency:
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.others_wait = False  # see ModelClient.others_wait
-        self.waited = 0.0  # see ModelClient.waited
+        self.waited, self.copied = 0.0, 0.0  # see ModelClient
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
@@ -151,10 +151,11 @@ class ModelResidency:
             return
         for measured in self._pace.drain():
             self.waited += measured.stall
+            self.copied += self.arrangement.plan.copied_pages * (self._manager.link.page_seconds or 0.0)
             if self.timings.note(measured, self.arrangement.plan) and self._governed:
                 self._manager.changed(self)
         standing = self.alike.decision
-        if standing is not None and self.waited >= standing.rent and self._governed:
+        if standing is not None and (self.waited >= standing.rent or self.copied >= standing.toll) and self._governed:
             self._manager.changed(self)
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
@@ -344,7 +345,7 @@ class ModelResidency:
         if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
             with self.changing() as arrangement:
                 arrangement.arrange(plan)
-            self.waited = 0.0
+            self.waited = self.copied = 0.0
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Makes layers resident that have come back, and logs that."""

@@ -49,7 +49,6 @@ from ...allocator.units import format_size
 from ...offload.manager.client import PageClient
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.plan import Fewest, Plan
-from ...offload.policy.reclaim_order import Level
 from ...offload.residency.ring import LayerPart, StreamedLayer, bring_back, live
 from ..device.references import Interpreter
 from ..device.shared import reserve
@@ -307,7 +306,7 @@ class Sleep:
         device = self._weights.device
         reserve(device, lack := max(0, needed - device.available))
         if lack:
-            self._manager.levels.make_room(lack, Level.LAST_WEIGHTS)
+            self._manager.sources.make_room(lack, running=True)
 
     def _arrange(self) -> None:
         """Has the layers stream that did before, or where there is less room as many as that demands."""

@@ -45,7 +45,6 @@ from ...allocator.interrupts import Guarded, guarded
 from ...allocator.units import format_size
 from ...offload.policy.layout import Block, Layout, place
 from ...offload.policy.plan import Plan, Rule
-from ...offload.policy.reclaim_order import Level
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.residency.backing import Backing, FileBacking, FileBackings, FileLoader, Place
 from ...offload.residency.mover import Mover
@@ -124,9 +123,9 @@ def plan_under_budget(
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept for later prompts
         if (lack := missing(sum(pages))) > 0:
-            managers.of(device).levels.make_room(lack, Level.IDLE_KV)
+            managers.of(device).sources.make_room(lack)
     if (lack := missing(rule.smallest(pages))) > 0:
-        managers.of(device).levels.make_room(lack, Level.LAST_WEIGHTS)
+        managers.of(device).sources.make_room(lack, running=True)
     total, others = device.budget // page, max(0, _used(device) - sources)
     fixed = others + own
     plan = rule.choose(pages, total - fixed)

@@ -10,7 +10,7 @@ Note [A new class of tensors]
     One file and one line. The file, in the folder of hooks/ that has the tensors, has a class that derives from
     `PageClient`, with a `name`, the time of its last use (`used`) and seven members. Its bytes lie in a `Range` of a
     group (`Device.group`, `Device.reserve`), which a `Mover` moves to a `Backing` and back (offload/residency). Its
-    offers have the levels of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
+    offers have the sources of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
     `self.number = manager.add_client(self)`; the client goes when it is collected. Where it is first used within a
     forward of a managed model it has that model's priority and floor (clients.py, Note [Whose pages]). Then, on
     the thread that uses it:
@@ -37,7 +37,7 @@ from typing import Any, Final, Literal, Protocol
 from ...allocator._native import Range
 from ..policy.kv_pages import Way
 from ..policy.plan import Plan
-from ..policy.reclaim_order import Level
+from ..policy.reclaim_order import PageSource
 from ..record.record import Point
 from .kv_read_plan import Streamed
 
@@ -65,8 +65,8 @@ class Offer:
     """Pages of a client that may be taken together. `index`: its number in the client, below `INDICES_PER_SPLIT`;
     `pages`: of the device, that it frees; `clean`: its backing has the bytes, so that nothing is copied when it is
     taken; `readers`: layers that read each of its pages in an iteration; `divisible`: any number of them may be taken;
-    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its levels in the order of
-    reclaim, while its client is in use and while it is not."""
+    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its source while its client
+    is in use, and while it is not."""
 
     index: int
     pages: int
@@ -74,8 +74,8 @@ class Offer:
     readers: int = 1
     divisible: bool = False
     resting: bool = False
-    in_use: Level = Level.RUNNING_KV
-    idle: Level = Level.IDLE_KV
+    in_use: PageSource = PageSource.RUNNING_KV
+    idle: PageSource = PageSource.IDLE_KV
 
 
 class IterationTimes(Protocol):
@@ -118,6 +118,10 @@ class ModelClient(Client, Protocol):
     @property
     def waited(self) -> float:
         """Seconds that its iterations have waited for copies, as measured, since it was arranged last."""
+
+    @property
+    def copied(self) -> float:
+        """Seconds that the link took to copy layers in these iterations, whether anybody waited for it or not."""
 
     @property
     def priority(self) -> int:

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, NamedTuple
 
+from ..policy.giving import standing
 from ..policy.lending import Use
 from ..policy.plan import Costs, Plan
 from ..policy.reclaim_order import Candidate
-from ..policy.remap import standing
 from ..policy.tuning import DEFAULT, WeightPlans
 from ..record.record import Phase, Point
 from .activity import Activity, Progress
@@ -69,15 +69,18 @@ class Version:
 @dataclass(slots=True, eq=False)
 class ClientState(ABC):
     """`number`: never used again. `activity`: of its iterations. `taken`: layers or offers that the core took, and the
-    client does not know of yet. `used`: when it was in use last, as known at the last query; `waking`: it was idle
-    until its present iteration, a model until it decodes."""
+    client does not know of yet; `left`: when the first of what is away was taken, None where nothing is. `used`: when
+    it was in use last, as known at the last query; `usual`: seconds for which it is idle as a rule, None where nobody
+    knows. `returning`: pages that are to come back, whatever their absence has cost."""
 
     number: int
     name: str
     activity: Activity
     taken: set[int] = field(default_factory=set, kw_only=True)
+    left: float | None = field(default=None, kw_only=True)
     used: float = field(default=-math.inf, kw_only=True)
-    waking: bool = field(default=True, kw_only=True)
+    usual: float | None = field(default=None, kw_only=True)
+    returning: int = field(default=0, kw_only=True)
 
     def key(self, index: int) -> int:
         """The key of the client's layer or offer in the reclaim list."""
@@ -86,6 +89,12 @@ class ClientState(ABC):
     def last_use(self, now: float) -> float:
         """Returns when the client was in use last, by its iterations."""
         return self.activity.last(now)
+
+    def woke(self, now: float) -> None:
+        """Notes that it has work again after it was idle."""
+        idle = now - self.used
+        if idle < math.inf:
+            self.usual = idle if self.usual is None else (self.usual + idle) / 2
 
     @property
     def wanted(self) -> float | None:
@@ -104,19 +113,16 @@ class ClientState(ABC):
 
 @dataclass(slots=True, eq=False)
 class ModelState(ClientState):
-    """State of a ModelClient. `base`: layers that stream because its memory demands it. `taken`: since `model.plan`.
-    `held`: while not empty, nothing of it may be taken. `grant`: a plan with more resident layers, for which there are
-    pages to spare; `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last.
+    """State of a ModelClient. `taken`: since `model.plan`. `held`: while not empty, nothing of it may be taken.
+    `faster`: a plan that takes less time and no more pages. `lent`: the plan that an SLO gave it last.
     `passes`: its iterations since its plan was compared last, by phase; `due`: after how many the next comparison is;
     `streams`: did it stream at its last decision? `sizes`: of its last iterations, each time that they changed."""
 
     model: ModelClient
-    base: int
     tuning: WeightPlans = DEFAULT.weights
     point: Point | None = None
     last: dict[Phase, Point] = field(default_factory=lambda: dict(FIRST))
     held: set[object] = field(default_factory=set)
-    grant: Plan | None = None
     faster: Plan | None = None
     lent: Plan | None = None
     noticed: set[Phase] = field(default_factory=set)
@@ -181,11 +187,11 @@ class ModelState(ClientState):
         return Costs(self.model.plan.pages, seconds, page_seconds, timings.entering)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
-        """Returns the plan that memory demands now; see remap.standing."""
+        """Returns the plan that memory demands now; see giving.standing."""
         if not self.taken:
             return self.model.plan
         costs, _ = self.costs_at(point, page_seconds)
-        return standing(self.model.plan, self.taken, costs, self.base, self.tuning.slots, self.tuning.capped)
+        return standing(self.model.plan, self.taken, costs, self.tuning.slots)
 
     def passed(self, phase: Phase) -> bool:
         """Counts an iteration; False, uncounted, where its plan is to be compared instead."""
@@ -201,8 +207,6 @@ class ModelState(ClientState):
             return
         if after != promised:
             self.due = self.tuning.look
-        elif len(before.streamed) == self.base:
-            self.base = len(after.streamed)  # it is as much what memory demands
 
     def _costs(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
         pages, ratio = self.model.plan.pages, float(self.tuning.assumed_ratio)
@@ -217,15 +221,23 @@ class ModelState(ClientState):
 
 @dataclass(slots=True, eq=False)
 class PageState(ClientState):
-    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `restorable`: pages that
-    it may restore."""
+    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `away`: its pages on the
+    host, as it was asked last; `read`: seconds of the link for each of these, in which iterations have read it."""
 
     paged: weakref.ref[PageClient] = field(kw_only=True)
     model: int = field(default=0, kw_only=True)
-    restorable: int = field(default=0, kw_only=True)
+    away: int = field(default=0, kw_only=True)
+    read: float = field(default=0.0, kw_only=True)
 
     def client(self) -> PageClient | None:
         return self.paged()
+
+    def reads(self, client: PageClient, page_seconds: float) -> None:
+        """Notes that an iteration reads what is away. What was taken since the last has been read by none before."""
+        away, before = client.displaced, self.away
+        if away:
+            self.read = self.read * min(1.0, before / away) + page_seconds * client.read_displaced / away
+        self.away = away
 
     def last_use(self, now: float) -> float:
         client = self.paged()
@@ -363,9 +375,8 @@ class Clients:
         name = model.name
         if any(state.name == name for state in self.models):
             name = f"{name} ({self._numbers})"
-        activity, streamed = Activity(self._progress), len(model.plan.streamed)
         self.idleness.changed()
-        self.by_model[id(model)] = ModelState(self._numbers, name, activity, model, streamed, self._plans)
+        self.by_model[id(model)] = ModelState(self._numbers, name, Activity(self._progress), model, self._plans)
 
     def add_paged(self, client: PageClient) -> int:
         """Adds a page client and returns its number. See Note [Whose pages]."""
@@ -406,11 +417,12 @@ class Clients:
 
     # -- what they have
 
-    def took(self, number: int, index: int) -> None:
+    def took(self, number: int, index: int, now: float) -> None:
         """The core took a layer of a model, or an offer of a page client."""
         for state in (*self.by_model.values(), *self._paged.values()):
             if state.number == number:
                 state.taken.add(index)
+                state.left = now if state.left is None else state.left
 
     def held(self, now: float) -> list[Held]:
         """The page clients, at this moment."""
@@ -547,8 +559,6 @@ class Idleness:
         self.scheduled = any(wanted is not None for wanted in self._wanted)
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self._clients.models if state.number not in active]
-        for state in self._clients.models:
-            state.waking |= state.number in active and state.number in before[0]
         self._resting = tuple(model.number for model in sorted(idle, key=lambda model: model.used))
         unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))

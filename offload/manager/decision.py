@@ -17,7 +17,7 @@ Note [Together]
 
 Note [Two reasons to stream]
     Without an SLO layers stream because memory demands it and for nothing else: those that did not fit when the model
-    came, and those that were taken since, by exhaustion only (Oneiros). With an SLO as many stream as the SLO allows
+    came, and those that were taken since, as pages ran out. With an SLO as many stream as the SLO allows
     (Select-N §4.1: "maximize host memory usage"), at once, and the pages are free for others: no model waits for
     exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one for
     the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and changes
@@ -33,9 +33,9 @@ Note [One slot or two]
     flaps, also where prompts and answers come in turns. An SLO chooses its own plan, and two that for both phases.
 
 Note [Back by rent]
-    Layers that iterations wait for come back as soon as that has cost what their way there and back takes, to pages
-    that are free, or twice as much, where layers of idle models go for them (rental.py). What is waited is measured.
-    Layers whose copies hide come back after a dwell (remap.py, Note [Calm]).
+    Layers come back as soon as their absence has cost what their way there and back takes, or twice as much, where
+    others' pages go for them (rental.py). What iterations wait for them is measured. Pages that are free cost nobody
+    anything: to come back to them, the time counts that the link was used, though nobody has waited for it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from ..policy.coordinator import (
     share,
     share_running,
 )
+from ..policy.giving import Model
 from ..policy.plan import Costs, Plan, fewest, fitting, loaded, meeting
 from ..policy.price import until_used
-from ..policy.remap import Model, activate
 from ..policy.rental import threshold
 from ..policy.tuning import DEFAULT, Prices
 from ..record.record import Phase, Point
@@ -100,19 +100,25 @@ class Situation:
     peer_room: bool = False
     turn: int = 0  # the number of the model whose turn it is; 0: of none
     prices: Prices = DEFAULT.prices
+    horizon: float = DEFAULT.prices.horizon  # seconds that what is taken stays away
+    assumed: float = DEFAULT.kv_reads.link  # of a link that is not measured, bytes per second
     at: float = 0.0  # seconds, by the manager's clock
     idle_after: float = DEFAULT.pages.idle
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
-    def page_seconds(self) -> float | None:
-        """Seconds to copy a page."""
+    def measured_page_seconds(self) -> float | None:
+        """Seconds to copy a page; None where the link is not measured."""
         return None if self.bandwidth is None else self.page_size / self.bandwidth
 
     @property
-    def leaving_seconds(self) -> float | None:
-        """Seconds to copy a page of KV to where it would go now."""
-        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else self.page_seconds
+    def page_seconds(self) -> float:
+        """Seconds to copy a page."""
+        return self.page_size / (self.bandwidth or self.assumed)
+
+    def leaving_seconds(self, host: float) -> float:
+        """Seconds to copy a page of KV to where it would go now. `host`: to the host."""
+        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else host
 
     @property
     def spare(self) -> int:
@@ -121,27 +127,27 @@ class Situation:
 
     def costs(self, state: ModelState, point: Point) -> tuple[Costs, bool]:
         """Returns (costs of such an iteration, are they measured)."""
-        return state.costs_at(point, self.page_seconds)
+        return state.costs_at(point, self.measured_page_seconds)
 
     def expected(self, state: ModelState, point: Point) -> Costs | None:
         """Returns the usual costs of such an iteration; None where it was not measured."""
-        return state.expected(point, self.page_seconds)
+        return state.expected(point, self.measured_page_seconds)
 
     def standing(self, state: ModelState) -> Plan:
         """Returns ModelState.standing for the iteration that the model does, or will do when it has work again."""
         point = state.point if state.number in self.active else None
-        return state.standing(point or state.last["prefill"], self.page_seconds)
+        return state.standing(point or state.last["prefill"], self.measured_page_seconds)
 
     def uses(self, state: ModelState) -> float:
         """Passes per second of the model, as they would be with every layer present: models that run take turns."""
         if state.number not in self.active:
-            return self.idle_uses(state.used)
+            return self.idle_uses(state.used, state.usual)
         running = [other for other in self.states if other.number in self.active]
         return 1 / sum(self.costs(other, other.last["decode"])[0].seconds for other in running)
 
-    def idle_uses(self, used: float) -> float:
-        """The same of what is idle, and was used last at `used`."""
-        return 1 / until_used(self.at - used, None, self.idle_after)
+    def idle_uses(self, used: float, usual: float | None) -> float:
+        """The same of what is idle, was used last at `used`, and is idle for `usual` seconds as a rule."""
+        return 1 / until_used(self.at - used, usual, self.idle_after, self.horizon)
 
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""
@@ -149,22 +155,18 @@ class Situation:
         return self.spare + sum(self.offered.get(number, 0) for number in idle)
 
     def model(self, state: ModelState) -> Model:
-        """The model as remap.py takes it."""
+        """The model as giving.py takes it."""
         active = state.number in self.active
-        (decode, _), (prefill, _) = (self.costs(state, state.last[phase]) for phase in ("decode", "prefill"))
+        phase: Phase = "decode" if active else "prefill"
         return Model(
             state.name,
             self.standing(state),
-            decode,
-            prefill,
+            self.costs(state, state.last[phase])[0],
             active,
             state.model.priority,
             0.0 if active else state.used,
-            base=state.base,
-            least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
-            slots=state.tuning.slots,
-            mru=state.tuning.mru,
-            capped=state.tuning.capped and (active or not self.turn),  # who waits for a turn gives what it can
+            max(self._least(state, phase), self.floors.get(state.number, 0)),
+            state.tuning.slots,
         )
 
     def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
@@ -263,7 +265,7 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     assert now.bandwidth is not None
     now.active = frozenset(state.number for state in now.states)
     taken = any(state.name == model.name for state in now.states)
-    new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model, 0)
+    new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model)
     only = model.interval if isinstance(model.interval, int) else None
     kept: list[PhaseDemand] = []
     for phase, point in FIRST.items():
@@ -303,7 +305,8 @@ def _all(state: ModelState) -> int:
 class StreamDecision:
     """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: of the
     iteration by the record, None where not measured; `refusal`: why the SLO is missed, where it is; `notice`: a text to
-    be shown once. `rent`: seconds that iterations may wait until it is decided anew, see Note [Back by rent]."""
+    be shown once. It is decided anew once iterations have waited for `rent` seconds, or copies have taken `toll`: see
+    Note [Back by rent]."""
 
     plan: Plan
     why: str
@@ -312,6 +315,7 @@ class StreamDecision:
     refusal: Refusal | None = None
     notice: str | None = None
     rent: float = math.inf
+    toll: float = math.inf
 
 
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
@@ -321,49 +325,55 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     if state.slo(point.phase) < math.inf:
         return _by_slo(now, state, point)
     standing = now.standing(state)
-    back = _coming_back(now, state, point, standing)
-    if back is not None:
-        plan, rent = back
-        if state.model.waited >= rent:
-            return _made(now, state, point, plan, "its iterations have waited for as long as that takes")
-        return replace(_without_slo(now, state, point, standing), rent=rent)
-    return _without_slo(now, state, point, standing)
-
-
-def _coming_back(now: Situation, state: ModelState, point: Point, standing: Plan) -> tuple[Plan, float] | None:
-    """Returns the plan with which a model that runs could take back what is free or what idle models have, and the
-    seconds of waiting that this is worth; None where that is no faster. See Note [Back by rent]."""
-    page = now.page_seconds
-    if page is None or not standing.streamed or state.number not in now.active:
-        return None
-    costs, _ = now.costs(state, point)
-    plan = fewest(standing.pages, standing.device_pages + now.room(state), costs.ratio, slots=state.tuning.slots)
-    if plan is None or costs.of(plan) >= costs.of(standing):
-        return None
-    comes = max(1, standing.host_pages - plan.host_pages)
-    return plan, threshold(comes, max(0, plan.device_pages - standing.device_pages - now.spare), page)
-
-
-def _without_slo(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
-    """Decides for an iteration without an SLO."""
-    if state.grant is not None and state.grant.device_pages - standing.device_pages <= now.spare:
-        return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
+    if not standing.streamed:
+        return _made(now, state, point, standing, "every layer is resident")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
         return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
-    if now.turn == state.number and standing.streamed:
-        costs, _ = now.costs(state, point)
-        within, slots = standing.device_pages + now.room(state), state.tuning.slots
-        plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
+    if now.turn == state.number:
+        plan = _within(now, state, point, standing, now.room(state))
         return _made(now, state, point, plan, "its turn: as few layers stream as those that wait leave room for")
-    if point.phase == "decode":
-        if state.lent == state.model.plan and standing.streamed:
-            costs, _ = now.costs(state, point)
-            within, slots = standing.device_pages + now.spare, state.tuning.slots
-            plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
-            return _made(now, state, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
-        if state.waking:
-            return _woken(now, state, point)
-    return _made(now, state, point, standing, _reason(state, standing))
+    if point.phase == "decode" and state.lent == state.model.plan:
+        plan = _within(now, state, point, standing, now.spare)
+        return _made(now, state, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
+    return _coming_back(now, state, point, standing)
+
+
+def _within(now: Situation, state: ModelState, point: Point, standing: Plan, more: int) -> Plan:
+    """Returns the plan with the fewest streamed layers in so many pages `more`, where that is better."""
+    costs, _ = now.costs(state, point)
+    plan = fewest(standing.pages, standing.device_pages + more, costs.ratio, slots=state.tuning.slots)
+    if plan is None or (costs.of(plan), plan.host_pages) >= (costs.of(standing), standing.host_pages):
+        return standing
+    return plan
+
+
+def _coming_back(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
+    """Decides whether layers come back, to pages that are free or in exchange for what idle models have. See Note [Back
+    by rent]."""
+    freed = _within(now, state, point, standing, now.spare)
+    if freed != standing:
+        price = _change(now, standing, freed)
+        if state.returning or state.model.waited >= price or state.model.copied >= price:
+            return _made(now, state, point, freed, "pages are free, and copies have taken as long as that takes")
+        rent = toll = price
+    else:
+        rent = toll = math.inf
+    costs, _ = now.costs(state, point)
+    exchanged = _within(now, state, point, standing, now.room(state))
+    if state.number in now.active and costs.of(exchanged) < costs.of(freed):
+        price = _change(now, standing, exchanged)
+        if state.model.waited >= price:
+            return _made(now, state, point, exchanged, "its iterations have waited for as long as that takes")
+        rent = min(rent, price)
+    now.short |= freed.streamed != ()
+    return replace(_made(now, state, point, standing, "memory demands it"), rent=rent, toll=toll)
+
+
+def _change(now: Situation, standing: Plan, plan: Plan) -> float:
+    """Seconds of waiting for all that streams that are worth the other plan: what it brings has its share of them."""
+    comes = max(1, standing.host_pages - plan.host_pages)
+    goes = max(0, plan.device_pages - standing.device_pages - now.spare)
+    return now.prices.returns * threshold(comes, goes, now.page_seconds) * max(1, standing.host_pages) / comes
 
 
 def faster(now: Situation, state: ModelState) -> Plan | None:
@@ -374,8 +384,7 @@ def faster(now: Situation, state: ModelState) -> Plan | None:
         return None
     done = [(count, now.expected(state, state.last[phase])) for phase, count in state.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
-    most = None if len(standing.streamed) == state.base else now.model(state).cap
-    plan = fastest(standing, known, state.tuning.margin, most, state.tuning.slots)
+    plan = fastest(standing, known, state.tuning.margin, state.tuning.slots)
     return None if plan == standing else plan
 
 
@@ -383,7 +392,6 @@ def fastest(
     standing: Plan,
     done: Sequence[tuple[int, Costs]],
     margin: float,
-    most: int | None = None,
     slots: tuple[int, ...] = DEFAULT.weights.slots,
 ) -> Plan:
     """Returns `standing`, or the plan of `fewest` for its pages that saves the part `margin` of the time of so many
@@ -392,7 +400,7 @@ def fastest(
     def seconds(plan: Plan) -> float:
         return sum(count * costs.expected(plan) for count, costs in done)
 
-    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, most, slots) for _, costs in done]
+    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, slots=slots) for _, costs in done]
     best = min((plan for plan in plans if plan is not None), key=seconds, default=standing)
     return best if seconds(best) < (1 - margin) * seconds(standing) else standing
 
@@ -446,39 +454,9 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
     as little as there are pages for."""
     costs, measured = now.costs(state, point)
     if measured and costs.of(standing) <= state.slo(point.phase):
-        return _made(now, state, point, standing, f"{_reason(state, standing)}, within what requests ask")
-    within = standing.device_pages + now.spare
-    plan = fewest(standing.pages, within, costs.ratio, slots=state.tuning.slots) or standing
+        return _made(now, state, point, standing, "what memory demands is within what requests ask")
+    plan = _within(now, state, point, standing, now.spare)
     return _made(now, state, point, plan, "requests ask for more: as few layers stream as the free pages allow")
-
-
-def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
-    """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
-    `restore` gives layers back in time; to do so at once would flap with the batch. A model that came with more takes
-    pages from others for that: free ones were left for KV when it came, and go to it after a dwell."""
-    standing = now.standing(state)
-    models = [now.model(member) for member in now.states if member is state or (member.auto and not member.held)]
-    came = len(standing.streamed) <= state.base
-    change = activate(models, state.name, 0 if came else now.spare)
-    plan = change.plans.get(state.name)
-    if plan is None or (came and len(change.plans) == 1):
-        return _made(now, state, point, standing, _reason(state, standing))
-    if not change.short:
-        return _made(now, state, point, plan, "it decodes: no more layers stream than hide behind that")
-    now.short = True
-    costs, _ = now.costs(state, point)
-    within = plan.device_pages - change.short
-    plan = fewest(plan.pages, within, costs.ratio, slots=state.tuning.slots) or standing
-    return _made(now, state, point, plan, f"it decodes, and {change.short} pages are missing to hide what streams")
-
-
-def _reason(state: ModelState, plan: Plan) -> str:
-    count = len(plan.streamed)
-    if not count:
-        return "every layer is resident"
-    if count <= state.base:
-        return "memory demands it"
-    return "pages ran out, and weights gave theirs"
 
 
 def _made(

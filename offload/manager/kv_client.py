@@ -23,7 +23,7 @@ from ...allocator._native import Device, Group, Lease, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
 from ..policy.kv_pages import mean_seconds
-from ..policy.reclaim_order import Level
+from ..policy.reclaim_order import PageSource
 from ..residency.kv_extent import KVExtent, KVExtents, coldest
 from ..residency.kv_slots import Slice
 from ..residency.mover import Runs
@@ -350,7 +350,7 @@ class KVClient(PageClient):
         offers = self.takable.all()
         if not self._only_cached:
             return offers
-        return [replace(offer, idle=Level.PREFIX) if offer.clean else offer for offer in offers]
+        return [replace(offer, idle=PageSource.PREFIX) if offer.clean else offer for offer in offers]
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""

@@ -19,7 +19,7 @@ from threading import Lock, get_ident
 
 from ...allocator._native import Device, Group, Transfer
 from ..policy.kv_pages import ahead, mean_seconds, scarce, window, worth_telling
-from ..policy.reclaim_order import Level
+from ..policy.reclaim_order import PageSource
 from ..residency.kv_extent import KVExtent, KVExtents
 from .kv_client import KVClient, KVTurns
 from .memory_manager import MemoryManager
@@ -170,7 +170,7 @@ class KVTier:
         back = self.bring_back(extents, pages, shown, stream)
         if back:
             predicted = None if reading is None else back * reading
-            self.decided(Level.RUNNING_KV.label, "restore", back, predicted, self.manager.clock() - began)
+            self.decided(PageSource.RUNNING_KV.label, "restore", back, predicted, self.manager.clock() - began)
             self.manager.client_changed(self.number)
         return back
 

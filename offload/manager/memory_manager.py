@@ -13,9 +13,9 @@ Note [Who asks when]
 Note [Events]
     Decisions are made on events. Each event that may change one gives the manager another `version`: a client comes,
     goes, changes or is only kept; a plan, a time, the link or a grant changes; the list of what may be taken is out of
-    date; pages went back. What the core does by itself shows in its own numbers: pages taken, free, requested, the
+    date. What the core does by itself shows in its own numbers: pages taken, free, requested, the
     budget. And after each decision it is worked out when time alone may change it (`Overview.settle`): somebody becomes
-    idle, a dwell or a shortage ends, a reserve is due. While pages are short that is at once.
+    idle, a shortage ends, a reserve is due, pages may be free for what is away. While pages are short that is at once.
     So a forward compares the version, the time, and the core's numbers; where they are those of the last decision it is
     told the same (`Overview.repeated`), and a decode step like the one before does not even ask
     (hooks/streaming/steps_alike.py, Note [Steps like the last]), nor does its cache (kv_tier.py).
@@ -36,16 +36,16 @@ from ...allocator.config import Config
 from ...allocator.interrupts import Finalizer, Guarded, if_free
 from ..policy.coordinator import Refusal
 from ..policy.plan import fewest
+from ..policy.rental import kv_returns
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
-from .candidates import restored_on_use
 from .client import ModelClient, PageClient
 from .clients import ModelState as ModelState  # a part of the face
 from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
 from .overview import Overview
-from .reclaim import ModelChange, ReclaimLevels, ReclaimList, Repayment
+from .reclaim import ModelChange, ReclaimList, ReclaimSources, Repayment
 from .turns import LoopTurns
 
 
@@ -87,7 +87,7 @@ class MemoryManager:
         self.link: Final = known.link
         self.reclaim: Final = ReclaimList(known)
         self.repayment: Final = Repayment(known, self.reclaim)
-        self.levels: Final = ReclaimLevels(known, self.reclaim)
+        self.sources: Final = ReclaimSources(known, self.reclaim)
         self.turns: Final = LoopTurns(known, self.reclaim, turn)
         self.duplicates: Final = known.duplicates
         self.version: Final = known.version
@@ -274,14 +274,15 @@ class MemoryManager:
             if state is None or cache is None:
                 return frozenset()
             now = self.clock()
-            state.waking = self._known.clients.idleness.woke(state, now)
+            if self._known.clients.idleness.woke(state, now):
+                state.woke(now)
             self._known.clients.running.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken
 
     def restorable_pages(self, number: int) -> int:
         """Pages that the cache may bring back from the host now, on the thread that is about to use it, between two
-        iterations: as many as were free for long enough, or where it was idle, as are free or idle clients have."""
+        iterations: once those before have read what is away for as long as that takes. See rental.py."""
         with self._known.lock:
             state = self._known.clients.numbered(number)
             cache = None if state is None else state.client()
@@ -290,15 +291,15 @@ class MemoryManager:
             self._known.drain_core_events()
             now = self.clock()
             spare = max(0, self._known.look(now) - self.pages.mark)
-            if state.waking:
-                pages = restored_on_use(
-                    cache.displaced, spare, self._known.clients.idleness.idle_pages(self._known.list.pages, now, number)
-                )
-            else:
-                pages = min(state.restorable, cache.displaced, spare)
-            state.restorable = 0
+            idle = self._known.clients.idleness.idle_pages(self._known.list.pages, now, number)
+            page_seconds = self._known.situation(now, spare).page_seconds
+            state.reads(cache, page_seconds)
+            pages = min(state.returning, cache.displaced, spare)
+            read = state.read / self.tuning.prices.returns
+            pages = max(pages, kv_returns(read, cache.displaced, spare, idle, page_seconds))
             if pages:
-                self.pages.went_back()
+                self._known.returned(state)
+                state.read = 0.0
         self.reclaim.publish()
         return pages
 
@@ -329,15 +330,15 @@ class MemoryManager:
         if decision is None:
             situation = self._known.situation(now, free)
             decision = decide(situation, state, point)
-            state.waking &= point.phase != "decode" or decision.plan != state.model.plan
             self._known.settled = situation.settled
-            self._known.wanting = free.bit_length() + 1 if situation.short else self._known.wanting
+            if situation.short:
+                self._known.want(now, free)
             self._known.answers[state.number, point] = replace(decision, notice=None)
         return decision
 
     def _arrive(self, state: ModelState, point: Point, now: float) -> None:
         if self._known.clients.idleness.woke(state, now):
-            state.waking = True
+            state.woke(now)
             self._known.moved()
         self._known.clients.running.began(state, now)
         if state.point != point:

@@ -1,13 +1,12 @@
 """The manager's state: a device's models, other clients, pages and links, kept up to date.
 
-`Duplicates` is level 7 of the reclaim order: layers that other replicas of a model hold as well, which could be dropped
-(KunServe §4.1).
+`Duplicates` are layers that other replicas of a model hold as well, which could be dropped (KunServe §4.1).
 
 Note [A request, and a plan]
     To drop layers takes the consent of the controller of the replicas: it knows who else holds them, and whether that
-    would help at all. So no duplicated layer is on the list that the core takes from. A caller that goes down the
-    reclaim order and finds too little up to level 6 notes here how many pages are lacking; that is posted as a request,
-    once no lock is held, and frees nothing by itself. The controller's decision comes later, as a plan
+    would help at all. So no duplicated layer is on the list that the core takes from. Where pages are taken for which
+    each pass waits from then on, how many is noted here; that is posted as a request, once no lock is held, and frees
+    nothing by itself. The controller's decision comes later, as a plan
     (hooks/replicas/held_layers.py).
 
 Note [Locks]
@@ -27,13 +26,14 @@ from typing import Final
 from ...allocator.events import Events
 from ..policy.coordinator import RunningShares
 from ..policy.lending import Lending
-from ..policy.reclaim_order import Candidate, Level
+from ..policy.price import horizon_after
+from ..policy.reclaim_order import Candidate, PageSource
 from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Progress
-from .candidates import Back, listed, of_models, plan_restore
+from .candidates import listed, of_models
 from .client import KEYS_PER_CLIENT, ModelClient
-from .clients import Clients, Held, ModelState, Validity, Version
+from .clients import Clients, ClientState, Held, ModelState, Validity, Version
 from .decision import Situation, StreamDecision
 from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
 
@@ -78,7 +78,8 @@ class Duplicates:
         return self._lacking
 
     def note_shortage(self, pages: int) -> None:
-        """Notes that so many pages were not found up to level 6. Callers may hold a lock: `post` comes later."""
+        """Notes that so many pages were not found without making passes longer. Callers may hold a lock: `post` comes
+        later."""
         if pages > 0 and self._known:
             with self._lock:
                 self._lacking += pages
@@ -122,15 +123,16 @@ class Overview:
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
         self.turn = 0  # the number of the model whose turn it is (turns.py); 0: of none
-        self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
+        # (free pages, in marks, when a model got fewer than it would take; when that is looked at again)
+        self.wanting: tuple[int, float] | None = None
+        self.horizon = tuning.prices.horizon  # see price.py, Note [The price]
         # pages
-        self.pages: Final = DevicePages(device, tuning.pages, around.waits, self.version)
+        self.pages: Final = DevicePages(device, tuning.pages, around.waits)
         self.list: Final = Published(device, self.version)
         self.events: Final = Events() if around.events is None else around.events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
         self._refused: int | None = None  # pages so far that operators could not have
-        self._waited = False  # was anything taken since it was last looked?
         self._candidates: list[Candidate] | None = None  # of the models; None once a model has changed
 
     def _link_changed(self) -> None:
@@ -166,17 +168,19 @@ class Overview:
             self._apply_taken(taken)
 
     def _apply_taken(self, taken: Sequence[tuple[int, int, int]]) -> None:
+        now = self.clock()
         for _, key, pages in taken:
-            self.clients.took(*divmod(key, KEYS_PER_CLIENT))
-            if self.list.comes_after(key, Level.DUPLICATES):
+            self.clients.took(*divmod(key, KEYS_PER_CLIENT), now)
+            if self.list.is_exposed(key):
                 self.duplicates.note_shortage(pages)
         self.events.hear()
-        self._waited = True
-        for paged, _ in self.clients.paged:
-            paged.restorable = 0
-        for model in self.clients.models:
-            model.grant = None
         self.moved()
+
+    def returned(self, state: ClientState) -> None:
+        """Notes that pages of the client have come back."""
+        if state.left is not None:
+            self.horizon = horizon_after(self.horizon, self.clock() - state.left, self.tuning.prices)
+        state.left, state.returning = None, 0
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
         """Returns the model's last decision at the beginning of an iteration, where all that it depends on is
@@ -207,9 +211,10 @@ class Overview:
 
     def settle(self, version: int) -> None:
         """Notes under what a decision holds that was made at this `version`: until an event, or the time at which
-        somebody becomes idle, a dwell or a shortage of pages ends, or reserves are due."""
+        somebody becomes idle, a shortage of pages ends, reserves are due, or pages may be free for what is away."""
         due = self.lending.due_at if self.clients.several else math.inf
-        until = min(self.clients.idleness.calm_until, self.pages.quiet_until, due)
+        wanting = math.inf if self.wanting is None else self.wanting[1]
+        until = min(self.clients.idleness.calm_until, self.pages.quiet_until, due, wanting)
         holds = version == self.version.number and until > -math.inf and not self.list.stale
         self.version.validity = Validity(version, until, self.pages.seen) if holds else None
 
@@ -222,35 +227,28 @@ class Overview:
             self.list.outdate()
 
     def look(self, now: float) -> int:
-        """Reads how many pages are free, returns it, and grants spare ones to clients that gave theirs."""
+        """Reads how many pages are free, and returns it."""
         self.update_idle(now)
         if self.duplicates.known:
             self._note_refusals()
-        free, spare = self.pages.look(now, self._waited)
-        self._waited = False
-        if spare:
-            self.grant(plan_restore(self.situation(now, free), self.clients.held(now), spare))
-        if self.wanting and free.bit_length() + 1 != self.wanting:
-            self.wanting = 0
+        free = self.pages.look(now)
+        if self.wanting is not None and (free // self.pages.mark != self.wanting[0] or now >= self.wanting[1]):
+            self.wanting = None
             self.moved()
         return free
+
+    def want(self, now: float, free: int) -> None:
+        """Notes that a model got fewer pages than it would take."""
+        self.wanting = free // self.pages.mark, now + self.tuning.pages.idle
 
     def _note_refusals(self) -> None:
         """Notes the pages that operators could not have although the core went down the whole reclaim order."""
         self.events.hear()
-        refused = self.events.counts().get(Level.REFUSE.label, {}).get("reclaim")
+        refused = self.events.counts().get(PageSource.REFUSE.label, {}).get("reclaim")
         pages = 0 if refused is None else refused.pages
         if self._refused is not None:
             self.duplicates.note_shortage(pages - self._refused)
         self._refused = pages
-
-    def grant(self, back: Back) -> None:
-        for model in self.clients.models:
-            model.grant = back.plans.get(model.number)
-        for state, _ in self.clients.paged:
-            state.restorable = back.pages.get(state.number, 0)
-        if back.plans:
-            self.moved()
 
     def listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Candidate]:
         if self._candidates is None:
@@ -284,6 +282,8 @@ class Overview:
             self.peer()[0] > 0,
             self.turn,
             self.tuning.prices,
+            self.horizon,
+            self.tuning.kv_reads.link,
             now,
             self.tuning.pages.idle,
         )

@@ -24,3 +24,12 @@ def threshold(comes: int, goes: int, page_seconds: float) -> float:
     """Seconds of waiting after which pages come back, so many, and others go in the place of `goes` of them. See Note
     [Ski rental]."""
     return change(comes, goes, page_seconds) * (2 if goes else 1)
+
+
+def kv_returns(read: float, away: int, spare: int, idle: int, page_seconds: float) -> int:
+    """Pages of KV that come back. `read`: seconds of the link for each page that is `away`, in which iterations have
+    read it; `spare`: free pages, beside those that `idle` clients have. See Note [Ski rental]."""
+    freed, exchanged = min(away, spare), min(away, spare + idle)
+    if exchanged and read * exchanged >= threshold(exchanged, exchanged - freed, page_seconds):
+        return exchanged
+    return freed if freed and read * freed >= threshold(freed, 0, page_seconds) else 0

@@ -21,7 +21,7 @@ from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import managers
 from ballonet.hooks.kv import tensors
-from ballonet.offload.policy.reclaim_order import LISTED, Level
+from ballonet.offload.policy.reclaim_order import LISTED, PageSource
 
 from ..kv.pressure import around_appends, poison, press
 from ..models import VOCABULARY
@@ -270,7 +270,7 @@ class Life:
 
     def _restore(self, _: Talker) -> None:
         managers.of(self.device).levels.restore(
-            self.draw.choice((Level.PREFIX, Level.IDLE_KV)), self.draw.randint(1, 12)
+            self.draw.choice((PageSource.PREFIX, PageSource.IDLE_KV)), self.draw.randint(1, 12)
         )
 
     def _press(self, _: Talker) -> None:

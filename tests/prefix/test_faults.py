@@ -22,7 +22,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device import managers
 from ballonet.hooks.kv.ranges import KVRange
 from ballonet.offload.manager import kv_read_plan
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.residency.kv_slots import KVSlots
 
 from .. import programs
@@ -99,7 +99,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
         for sequence in both.store.contents.index.idle:
             for tier in sequence._tiers():
                 tier.client.write_behind(9)
-        for level in (Level.PREFIX, Level.IDLE_KV):
+        for level in (PageSource.PREFIX, PageSource.IDLE_KV):
             managers.of(device).levels.reclaim(level, 999)
 
     def forgotten() -> None:
@@ -125,7 +125,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
     def appended(kv_range: Any, *args: Any) -> Any:
         loads["appended"] += 1
         if loads["appended"] % 7 == 0:
-            managers.of(device).levels.reclaim(Level.RUNNING_KV, 6)
+            managers.of(device).levels.reclaim(PageSource.RUNNING_KV, 6)
         return append(kv_range, *args)
 
     def streams() -> None:
