@@ -126,7 +126,7 @@ def test_same_seed_moves_the_same_and_draws_from_no_one_elses_generator() -> Non
 class Layers(ReclaimSource):
     """The source of eight layers of so many pages: a reclaim takes whole ones, and whole ones alone go back."""
 
-    level = PageSource.HIDDEN_WEIGHTS
+    source = PageSource.HIDDEN_WEIGHTS
 
     def __init__(self, pages: int) -> None:
         self.here = 8

@@ -91,9 +91,9 @@ class ClientState(ABC):
         return self.activity.last(now)
 
     def woke(self, now: float) -> None:
-        """Notes that it has work again after it was idle."""
+        """Notes that it has work again after it was idle, unless that was noted already."""
         idle = now - self.used
-        if idle < math.inf:
+        if 0 < idle < math.inf:
             self.usual = idle if self.usual is None else (self.usual + idle) / 2
 
     @property
@@ -559,6 +559,9 @@ class Idleness:
         self.scheduled = any(wanted is not None for wanted in self._wanted)
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self._clients.models if state.number not in active]
+        for state in self._clients.models:  # of those that are scheduled, requests come before iterations
+            if state.number in active and state.number in before[0]:
+                state.woke(now)
         self._resting = tuple(model.number for model in sorted(idle, key=lambda model: model.used))
         unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))

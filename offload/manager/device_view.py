@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 
 from ...allocator.errors import BallonetError
 from ...allocator.events import Events, Named, unnamed
+from ..policy.kv_pages import mark
 from ..policy.reclaim_order import Candidate, PageSource
 from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
@@ -196,7 +197,7 @@ class DevicePages:
     @property
     def mark(self) -> int:
         """Pages that stay free and are never given back."""
-        return max(1, self.total // self._tuning.spare)
+        return mark(self.total, self._tuning)
 
     @property
     def free(self) -> int:

@@ -184,6 +184,11 @@ def scarce(free: int, total: int, tuning: FreePages) -> bool:
     return free * tuning.short < total
 
 
+def mark(total: int, tuning: FreePages) -> int:
+    """Pages of a budget that stay free, so that the next tokens find room."""
+    return max(1, total // tuning.spare)
+
+
 def worth_telling(pages: int, total: int, tuning: KVGrowth) -> bool:
     """Are so many pages that became full, and may be taken, worth a new list?"""
     return pages > 0 and pages * tuning.tell >= total

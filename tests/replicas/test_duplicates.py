@@ -40,7 +40,7 @@ def test_the_core_never_takes_duplicates() -> None:
 
 def test_the_source_posts_a_wish_and_frees_nothing() -> None:
     device, manager, _, _ = a_manager(200, {})
-    (source,) = [source for source in sources(manager, device, spill=False) if source.level is PageSource.DUPLICATES]
+    (source,) = [source for source in sources(manager, device, spill=False) if source.source is PageSource.DUPLICATES]
     assert (source.would_free(), source.reclaim(5), source.restore(5)) == (0, 0, 0), "nobody has duplicates"
     wishes: list[int] = []
     withdraw = manager.duplicates.register(wishes.append, lambda: 30)
@@ -64,7 +64,7 @@ def test_a_wish_is_posted_once_what_passes_wait_for_was_taken(beyond: bool, sour
     manager.duplicates.register(wishes.append, lambda: 0)
     a.step(manager)
     device.kv = device.free
-    layers = 3 + beyond
+    layers = 2 + beyond
     for _ in range(layers):
         assert device.want(1, a)
         device.kv += device.free
@@ -91,14 +91,14 @@ def test_wish_comes_before_levels_that_cost_time() -> None:
     manager.duplicates.register(lambda pages: seen.append((pages, len(device.taken_now))), lambda: 0)
     device.taken_now = []
     device.take = lambda keys, pages=None: device.taken_now.append(keys) or 5  # type: ignore[method-assign]
-    manager.levels.make_room(10, PageSource.IDLE_KV)
+    manager.sources.make_room(10)
     assert (seen, device.taken_now) == ([], []), "it was not to go so far"
-    manager.levels.make_room(20, PageSource.LAST_WEIGHTS)
-    assert seen == [(20 - 5 * 3, 3)], "after the layers that hide"
+    manager.sources.make_room(20, running=True)
+    assert seen == [(20 - 5 * 2, 2)], "after the layers that hide"
     assert len(device.taken_now) == 4
-    manager.levels.make_room(10**6, PageSource.HIDDEN_WEIGHTS)
+    manager.sources.make_room(10**6)
     assert len(seen) == 1
-    manager.levels.make_room(10**6, PageSource.LAST_WEIGHTS)
+    manager.sources.make_room(10**6, running=True)
     assert len(seen) == 2
 
 

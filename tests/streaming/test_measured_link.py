@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -36,7 +37,7 @@ def time(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     for each layer that it waits for; nothing is given back."""
     ticks = count(step=10**6)
     monkeypatch.setattr(managed, "marks_of", lambda device, clock: HostMarks(lambda: next(ticks)))
-    tuned(clock=Clock())
+    tuned(clock=Clock(), prices={"returns": math.inf})
     managers.of(devices.require()).link.bandwidth = 1e12
 
 

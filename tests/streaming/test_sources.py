@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,10 +38,16 @@ def clock(tuned: Tuned) -> Clock:
     return clock
 
 
+@pytest.fixture
+def returns() -> float:
+    """As `tuning.Prices` has it."""
+    return 1.0
+
+
 @pytest.fixture(autouse=True)
-def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
+def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock, returns: float) -> Iterator[Any]:
     """Whose pages are always scarce, and whose link hides every copy."""
-    tuned(chaos={"seldom": 2})
+    tuned(chaos={"seldom": 2}, prices={"returns": returns})
     ours = managers.of(devices.require())
     monkeypatch.setattr(ours.pages, "scarce", True)
     ours.link.bandwidth = 1e12
@@ -52,7 +59,9 @@ def by_kind(manager: Any) -> dict[PageSource, ReclaimSource]:
     return {source.source: source for source in sources(manager, devices.require(), spill=True)}
 
 
-def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
+@pytest.mark.parametrize("returns", [math.inf])
+def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock, returns: float) -> None:
+    assert returns == math.inf, "nothing comes back by itself"
     with install.stock():
         expected, idle = say(model), copy.deepcopy(larger)
     device = devices.require()
@@ -187,7 +196,7 @@ def test_a_floor_in_bytes(model: Any, larger: Any, manager: Any, clock: Clock) -
 
 
 def test_a_square_wave(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
-    """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
+    """In each cycle all that is taken comes back; not a page is lost."""
     device = devices.require()
 
     def logits(of: Any, cache: Any = None) -> torch.Tensor:
@@ -244,7 +253,7 @@ def test_a_square_wave(model: Any, larger: Any, manager: Any, clock: Clock) -> N
                     moved(source, *verbs) for source in (weights, kv) for verbs in (("reclaim", "yield"), ("restore",))
                 ]
                 reclaimed, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
-                assert reclaimed == back == gone, cycle
+                assert reclaimed == back >= gone, cycle
                 assert kv_pulled == kv_back, cycle
                 assert (active.report().pages, other.report().pages) == resident, cycle
                 device.trim()

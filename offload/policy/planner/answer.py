@@ -78,7 +78,7 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
         met = None if budget.slo is None else False
         return PlanAnswer(False, lacking, fewest, whole, short, "host" if hosted else "memory", budget.slo, met)
     forecasts = _forecasts(models, places, budget, tuning)
-    if tokens > threshold(1, 0, 1.0):  # as many read what is away before it comes back
+    if tokens > threshold(1, 0, 1.0) + 1:  # as many read what is away before it comes back
         forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or places, budget, tuning)
     answer = PlanAnswer(True, forecasts, fewest, whole, short, None, budget.slo)
     tpot, waits = answer.slowest.tpot, answer.slowest.waits

@@ -17,7 +17,7 @@ Note [What cannot be foreseen]
     measured to take, which is unknown without a record, and differs by the noise of a machine with one. The run is
     followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
     lacking at the moment, `Placed.settled` is False: it fits with the most, and what is said is what the least comes
-    to, which is nearer to what runs do. So it is in 8 of the 40 settings of tests/test_planner_pages.py.
+    to, which is nearer to what runs do. So it is in 3 of the 14 settings of tests/test_planner_pages.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from itertools import pairwise
 
 from ..coordinator import LinkClient, possible
 from ..giving import Model, candidates, standing
-from ..kv_pages import scarce, worth_telling
-from ..plan import Costs, Fewest, Plan
+from ..kv_pages import mark, scarce, worth_telling
+from ..plan import Costs, Fewest, Plan, fewest
 from ..price import Price, until_used
 from ..reclaim_order import Candidate, PageSource, ordered
 from ..tuning import DEFAULT, Tuning, WeightPlans
@@ -197,13 +197,12 @@ def _followed(
     """Follows a run from the plans that `manage()` leaves; None where something finds no room. `least`: operators have
     as few pages as they may; `slower`: times that decode steps take longer than is known."""
     run = _begun(models, managed, budget, tuning, least, slower)
-    running, begun = run.models, [state.model for state in run.models]
+    running = run.models
     if not run.prompt():
         return None
     early = [state.away for state in running]
     if rested:
-        for returned, model in zip(running, begun, strict=True):
-            returned.model, returned.away = model, 0
+        run.rest()
     if not run.answer():
         return None
     on_host = sum(state.away + state.model.plan.host_pages for state in running)
@@ -279,10 +278,11 @@ class _Run:
         self._budget = budget
         self._tuning = tuning
         self._least = least
+        self._mapped: list[int] = []  # pages that operators of each had so far, as the heap keeps them
 
     def prompt(self) -> bool:
         """Follows the prompts. Is there room for all?"""
-        mapped = [0] * len(self.models)  # pages that operators had so far, as the heap keeps them
+        mapped = self._mapped = [0] * len(self.models)
         for model in self.models:
             model.listed = 0 if model.needs.stages else model.needs.prompt.movable  # where all is one moment
         stages = self._moments(Phase.PROMPT)
@@ -295,11 +295,26 @@ class _Run:
                 if not self._room(kv, held, Phase.PROMPT):
                     return False
             self._tell(now, kv + sum(mapped))
-            mapped = [max(most, self._of(at)) for most, at in zip(mapped, now, strict=True)]
+            mapped[:] = [max(most, self._of(at)) for most, at in zip(mapped, now, strict=True)]
             if not self._room(kv, sum(map(self._of, now)), Phase.PROMPT):
                 return False
         self._arrange()
         return True
+
+    def rest(self) -> None:
+        """Brings back what had to leave for the prompt, as far as pages are free: KV first, which is read sooner."""
+        now = self._moments(Phase.PROMPT)[-1]
+        kept = sum(max(most, self._of(at)) for most, at in zip(self._mapped, now, strict=True))
+        total = self._budget.pages
+        free = total - self._held - sum(sum(at.kv) for at in now) - kept - mark(total, self._tuning.pages)
+        for state in self.models:
+            back = max(0, min(state.away, free))
+            state.away, free = state.away - back, free - back
+        for state in self.models:
+            model, held = state.stands(Phase.ANSWER, self._budget), state.model.plan.device_pages
+            plan = fewest(model.plan.pages, held + max(0, free), model.costs.ratio, slots=model.slots)
+            if plan is not None and plan.host_pages < model.plan.host_pages:
+                state.model, free = replace(model, plan=plan), free + held - plan.device_pages
 
     def answer(self) -> bool:
         """Follows the answers to the last token. Is there room for all?"""
