@@ -359,7 +359,7 @@ PROCESS = {
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
     "offload/policy/price.py": "_lost_parts exposed_part",  # by numbers; the last some thousand are kept
-    "offload/policy/remap.py": "_least cap nested",  # by numbers; the last some hundred are kept
+    "offload/policy/giving.py": "_smallest nested",  # by numbers; the last some hundred are kept
     "offload/policy/replicas/groups.py": "_cut",  # by numbers; the last some hundred are kept
     "offload/record/link.py": "_gpu",  # NVML is opened once, and stays open; by the name of the GPU
 }

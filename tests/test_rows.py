@@ -91,14 +91,31 @@ prompts to the host: KV of layers that have run is copied beside the others, and
   cpu serving/test_host_writes.py::test_blocks_are_copied_beside_the_computation
   cpu serving/test_host_writes.py::test_blocks_on_their_way_are_not_read_before
   gpu gpu/test_serve_batches.py::test_prompts_whose_kv_goes_to_the_host
-# The reclaim order, which is of the design, not of a paper
-the reclaim order: one order, above every floor, and back without flapping
+# The price, which is of the design, not of a paper
+the reclaim order: limits, then priority, then the price of absence
   bug policy/priority-counts-for-nothing offload/policy/reclaim_order.py
   cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
-  cpu test_reclaim_order.py::test_pages_that_cost_most_are_restored_first
-  cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
+  cpu test_price.py::test_layer_costs_what_the_fastest_pass_takes_longer_without_it_and_those_before
+  cpu test_price.py::test_pages_taken_are_the_cheapest_choice_of_all
   cpu streaming/test_sources.py::test_a_square_wave streaming/test_sources.py::test_four_verbs
   gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
+rent: what is away comes back once its absence has cost that, twice where others' pages go for it
+  bug policy/an-exchange-is-as-cheap-as-a-return offload/policy/rental.py
+  cpu test_rental.py::test_alone_it_costs_at_most_twice_the_best_in_hindsight_and_one_change
+  cpu test_rental.py::test_in_exchange_it_costs_at_most_three_times_the_best_fixed_choice_and_one_exchange
+  cpu test_rental.py::test_on_a_square_wave_of_any_period_it_keeps_to_that
+  cpu test_reclaim_order.py::test_on_a_square_wave_moves_take_no_longer_than_the_link_was_used_and_nothing_leaks
+  gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
+turns: models share the device or take turns, whichever loses less, and nobody waits longer than a bound
+  bug policy/a-turn-has-no-end offload/policy/turns.py
+  cpu test_loop_turns.py::test_nobody_waits_for_longer_than_the_bound_whatever_others_have_to_do
+  cpu test_loop_turns.py::test_models_share_where_all_fit_or_copies_hide
+  gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
+events: nothing is decided anew until something has happened
+  bug policy/an-event-is-not-seen offload/manager/overview.py
+  cpu test_manager_repeats.py::test_answer_is_made_anew_after_an_event
+  cpu test_manager_repeats.py::test_a_repeated_answer_is_what_a_new_one_would_be
+  gpu gpu/test_weights_order.py::test_graphs_while_pages_run_out
 spill: pages of the host in the place of pages of the device, rather than a refusal
   bug core/spilled-during-a-capture allocator/csrc/heap/block_supply.cpp
   cpu test_core_spill.py::test_spilled_block_goes_when_it_is_freed_and_device_pages_come_first_again
@@ -152,22 +169,24 @@ coordinator: the models of one link share its bandwidth, most host memory used, 
   gpu figure:slo
 # Oneiros
 when: pages of the cache are exhausted, not before
-  bug policy/layers-leave-while-pages-are-free offload/policy/remap.py
+  bug policy/more-is-taken-than-lacks offload/manager/reclaim.py
   cpu test_manager.py::test_no_layer_is_taken_while_pages_are_free
-  cpu test_remap.py::test_remapping_frees_what_is_wanted_or_all_that_the_caps_allow
+  cpu replicas/test_duplicates.py::test_wish_comes_before_what_passes_wait_for
   cpu streaming/test_sources.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 which model: idle with the lowest priority, else the most recently used; never a whole model
-  bug policy/least-recently-used-gives-first offload/policy/reclaim_order.py
-  cpu test_remap.py::test_models_give_once_those_before_them_are_at_their_caps
-  cpu test_remap.py::test_most_recently_used_reloads_less_than_least_recently_used_in_a_round
+  bug policy/least-recently-used-gives-first offload/policy/price.py
+  cpu test_giving.py::test_models_in_a_round_give_most_recently_used_first_once_their_turns_are_known
+  cpu test_giving.py::test_all_layers_of_a_model_but_a_slot_may_go
+  cpu test_manager.py::test_idle_models_give_before_one_that_runs_and_important_ones_last
   cpu test_manager.py::test_of_equals_the_one_used_last_gives_first
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 how many: T_T·m ≤ T_compute
-  bug policy/twice-as-much-hides offload/policy/remap.py
-  cpu test_remap.py::test_a_cap_grows_with_bandwidth_and_compute
+  bug policy/what-is-waited-for-costs-nothing offload/policy/price.py
+  cpu test_giving.py::test_a_layer_costs_more_than_its_way_there_and_back_once_copies_do_not_hide
+  cpu test_giving.py::test_a_cap_grows_with_bandwidth_and_compute
   gpu figure:slo figure:streaming
-  cpu test_remap.py::test_a_cap_is_what_hides_behind_an_iteration
+  cpu test_giving.py::test_a_cap_is_what_hides_behind_an_iteration
 which layers: evenly around the circle
   bug policy/first-layers-stream offload/policy/plan.py
   cpu test_tables.py::test_layers_are_spread_around_the_circle
@@ -184,9 +203,9 @@ one direction: weights are never copied back
   gpu gpu/test_remap_architectures.py::test_tokens_are_stocks figure:streaming
   cpu streaming/test_who_looks.py::test_every_look_at_a_streamed_weight_shows_the_weight
 reversion: pages that the cache leaves return to the weights
-  bug policy/more-comes-back-than-fits offload/policy/remap.py
-  cpu test_remap.py::test_layers_given_back_fit_and_cost_no_time
-  cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
+  bug policy/more-comes-back-than-fits offload/manager/decision.py
+  cpu test_manager.py::test_layers_given_back_leave_room_for_the_next_tokens
+  cpu test_reclaim_order.py::test_kv_and_layers_come_back_to_free_pages_once_the_link_was_used_for_as_long
   cpu streaming/test_sources.py::test_an_idle_model_gives_and_gets_back
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 # SwiftCache

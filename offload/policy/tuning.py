@@ -16,7 +16,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """When free pages are short, ample, or to spare (manager/device_view.py; remap.py, Note [Calm])."""
+    """When free pages are short, ample, or to spare (manager/device_view.py)."""
 
     # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
     spare: int = 32

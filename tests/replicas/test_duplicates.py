@@ -82,7 +82,7 @@ def _key(manager: object, model: FakeModel, layer: int) -> int:
     return int(manager._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
 
 
-def test_wish_comes_before_levels_that_cost_time() -> None:
+def test_wish_comes_before_what_passes_wait_for() -> None:
     device, manager, _, (a,) = a_manager(200, {})
     cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
