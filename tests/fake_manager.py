@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ballonet.allocator._native import Range
@@ -12,6 +13,7 @@ from ballonet.offload.manager.decision import StreamDecision
 from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.plan import Costs, Plan
 from ballonet.offload.policy.reclaim_order import PageSource
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from .tuned import Clock
@@ -19,6 +21,7 @@ from .tuned import Clock
 PAGE = 1000  # bytes
 LINK = 10**6  # bytes per second: a page in a millisecond
 EQUAL = (5,) * 8
+STAYING = replace(DEFAULT, prices=replace(DEFAULT.prices, returns=math.inf))  # what is away stays away
 
 
 def part(index: int) -> tuple[Any, ...]:

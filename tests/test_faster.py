@@ -21,7 +21,7 @@ from ballonet.offload.policy.plan import Costs, Plan, fewest, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Phase
 
-from .fake_manager import EQUAL, LINK, PAGE, FakeDevice, FakeModel, a_manager
+from .fake_manager import EQUAL, LINK, PAGE, STAYING, FakeDevice, FakeModel, a_manager
 from .tuned import Clock
 
 LOOK, MARGIN = DEFAULT.weights.look, DEFAULT.weights.margin
@@ -108,7 +108,9 @@ ONE, TWO = (streaming(EQUAL, spread(EQUAL, 4 + slots), slots) for slots in (1, 2
 def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, MemoryManager, Clock, FakeModel]:
     """The model's layers take so many times as long to copy as to compute, in either phase."""
     seconds = sum(EQUAL) * PAGE / LINK / ratio
-    device, manager, clock, (a,) = a_manager(100, {"plan": plan, "decode": seconds, "prefill": seconds, **options})
+    device, manager, clock, (a,) = a_manager(
+        100, {"plan": plan, "decode": seconds, "prefill": seconds, **options}, tuning=STAYING
+    )
     return device, manager, clock, a
 
 
@@ -137,7 +139,9 @@ def test_once_measured_it_takes_the_faster_one_and_keeps_it(ratio: float, plan: 
 def test_plan_stays_where_nothing_was_measured() -> None:
     for unknown in ({"decode": None, "prefill": None}, {"bandwidth": None}):
         bandwidth = unknown.pop("bandwidth", LINK)
-        _, manager, _, (a,) = a_manager(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
+        _, manager, _, (a,) = a_manager(
+            100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth, tuning=STAYING
+        )
         assert changes(a, manager, 200) == []
         assert "assumed" in a.decisions[-1].why
     manager.link.bandwidth = LINK

@@ -166,7 +166,10 @@ class World:
             [(model.plan, model.gone, model.loaded) for model in device.models],
             [(state.used, state.usual, state.left, state.point, state.passes) for state in known.clients.models],
             [(cache.pages, cache.away, cache.clean, cache.asked_to_copy, cache.gave_buffers) for cache in self.caches],
-            [(state.used, state.usual, state.left, state.read, state.activity.at) for state, _ in known.clients.paged],
+            [
+                (state.used, state.usual, state.left, state.waited, state.activity.at)
+                for state, _ in known.clients.paged
+            ],
             (self.manager.pages.short, self.manager.pages.scarce, known.horizon),
             (known.lending.due_at, [self.manager.repayment.lending_of(model) for model in device.models]),
         )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from ballonet.offload.policy.reclaim_order import LISTED, Candidate, PageSource,
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .fake_manager import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, a_manager, keys, trace
+from .fake_manager import EQUAL, LINK, PAGE, STAYING, FakeCache, FakeDevice, FakeModel, a_manager, keys, trace
 
 PAGES = DEFAULT.pages
 
@@ -372,8 +370,7 @@ def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() ->
 
 
 def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> None:
-    never = replace(DEFAULT, prices=replace(DEFAULT.prices, returns=math.inf))
-    device, manager, clock, (a,) = a_manager(320, {}, tuning=never)
+    device, manager, clock, (a,) = a_manager(320, {}, tuning=STAYING)
     cache = FakeCache(device, manager, clock)
     a.step(manager)
     cache.step(100)

@@ -197,6 +197,9 @@ class SectorClient(PageClient):
         self.stream = self._current()
         self.host_writes.arrive(self.stream)
         if self._mover.lacks_bytes_or_copying:
+            if self._mover.lacks_bytes:  # as an interrupt has left it
+                with self.lock:
+                    self._mover.fetch(self._transfer, self.stream, 0)
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
@@ -236,8 +239,13 @@ class SectorClient(PageClient):
         if not pieces:
             return 0
         with self.lock, GroupLease(self._group):
-            back = self._mover.own(len(pieces), self._range.pieces, pieces)
-            self._mover.fetch(self._transfer, self.stream, 0)
+            try:
+                back = self._mover.own(len(pieces), self._range.pieces, pieces)
+                self._mover.fetch(self._transfer, self.stream, 0)
+            except BaseException:
+                self._mover.recall()  # their bytes have not come: they are read on the host
+                self._mover.arrive(None)
+                raise
         if back:
             self._changed = True
             self.manager.events.decided(PageSource.RUNNING_KV.label, "restore", back, what=self.name)

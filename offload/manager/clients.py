@@ -31,6 +31,7 @@ from itertools import count
 from typing import Any, Final, NamedTuple
 
 from ..policy.giving import standing
+from ..policy.kv_pages import Way
 from ..policy.lending import Use
 from ..policy.plan import Costs, Plan
 from ..policy.reclaim_order import Candidate
@@ -222,12 +223,14 @@ class ModelState(ClientState):
 @dataclass(slots=True, eq=False)
 class PageState(ClientState):
     """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `away`: its pages on the
-    host, as it was asked last; `read`: seconds of the link for each of these, in which iterations have read it."""
+    host, as it was asked last; of each of these: seconds that iterations have `waited` for it, and that the link has
+    `copied` it."""
 
     paged: weakref.ref[PageClient] = field(kw_only=True)
     model: int = field(default=0, kw_only=True)
     away: int = field(default=0, kw_only=True)
-    read: float = field(default=0.0, kw_only=True)
+    waited: float = field(default=0.0, kw_only=True)
+    copied: float = field(default=0.0, kw_only=True)
 
     def client(self) -> PageClient | None:
         return self.paged()
@@ -236,7 +239,9 @@ class PageState(ClientState):
         """Notes that an iteration reads what is away. What was taken since the last has been read by none before."""
         away, before = client.displaced, self.away
         if away:
-            self.read = self.read * min(1.0, before / away) + page_seconds * client.read_displaced / away
+            read, streamed, part = client.read_displaced * page_seconds, client.streamed, min(1.0, before / away)
+            waits = read if streamed.way is Way.ZERO_COPY else streamed.exposed
+            self.waited, self.copied = self.waited * part + waits / away, self.copied * part + read / away
         self.away = away
 
     def last_use(self, now: float) -> float:

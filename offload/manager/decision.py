@@ -34,8 +34,8 @@ Note [One slot or two]
 
 Note [Back by rent]
     Layers come back as soon as their absence has cost what their way there and back takes, or twice as much, where
-    others' pages go for them (rental.py). What iterations wait for them is measured. Pages that are free cost nobody
-    anything: to come back to them, the time counts that the link was used, though nobody has waited for it.
+    others' pages go for them (rental.py). What iterations wait for them is measured. Where free pages are enough for
+    all layers, the time counts as well that the link was used for them.
 """
 
 from __future__ import annotations
@@ -350,14 +350,12 @@ def _within(now: Situation, state: ModelState, point: Point, standing: Plan, mor
 def _coming_back(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
     """Decides whether layers come back, to pages that are free or in exchange for what idle models have. See Note [Back
     by rent]."""
-    freed = _within(now, state, point, standing, now.spare)
+    freed, rent, toll = _within(now, state, point, standing, now.spare), math.inf, math.inf
     if freed != standing:
         price = _change(now, standing, freed)
-        if state.returning or state.model.waited >= price or state.model.copied >= price:
+        rent, toll = price, math.inf if freed.streamed else price
+        if state.returning or state.model.waited >= rent or state.model.copied >= toll:
             return _made(now, state, point, freed, "pages are free, and copies have taken as long as that takes")
-        rent = toll = price
-    else:
-        rent = toll = math.inf
     costs, _ = now.costs(state, point)
     exchanged = _within(now, state, point, standing, now.room(state))
     if state.number in now.active and costs.of(exchanged) < costs.of(freed):

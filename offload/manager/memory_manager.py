@@ -295,11 +295,11 @@ class MemoryManager:
             page_seconds = self._known.situation(now, spare).page_seconds
             state.reads(cache, page_seconds)
             pages = min(state.returning, cache.displaced, spare)
-            read = state.read / self.tuning.prices.returns
-            pages = max(pages, kv_returns(read, cache.displaced, spare, idle, page_seconds))
+            price = self.tuning.prices.returns * page_seconds
+            pages = max(pages, kv_returns(state.waited, state.copied, cache.displaced, spare, idle, price))
             if pages:
                 self._known.returned(state)
-                state.read = 0.0
+                state.waited = state.copied = 0.0
         self.reclaim.publish()
         return pages
 

@@ -10,6 +10,11 @@ Note [Ski rental]
     other. With the change as the threshold uses in turns cost four times the best fixed choice, with twice the change
     three times (one of two waits for twice the change and then makes it: 3; the best choice waits for every other
     one: 2 in two rounds).
+
+Note [Free pages]
+    What hides is waited for by nobody, and would never come back. But the link is used for it, and pages that are free
+    serve nobody: where there are enough for all that is away, it comes back once the link was used for as long. Where
+    there are not, some would still be copied, and pages would go again to whatever grows.
 """
 
 from __future__ import annotations
@@ -26,10 +31,12 @@ def threshold(comes: int, goes: int, page_seconds: float) -> float:
     return change(comes, goes, page_seconds) * (2 if goes else 1)
 
 
-def kv_returns(read: float, away: int, spare: int, idle: int, page_seconds: float) -> int:
-    """Pages of KV that come back. `read`: seconds of the link for each page that is `away`, in which iterations have
-    read it; `spare`: free pages, beside those that `idle` clients have. See Note [Ski rental]."""
+def kv_returns(waited: float, copied: float, away: int, spare: int, idle: int, page_seconds: float) -> int:
+    """Pages of KV that come back. Of each page that is `away`: seconds that iterations have `waited` for it, and that
+    the link has `copied` it; `spare`: free pages, beside those that `idle` clients have. See Note [Free pages]."""
     freed, exchanged = min(away, spare), min(away, spare + idle)
-    if exchanged and read * exchanged >= threshold(exchanged, exchanged - freed, page_seconds):
+    if exchanged and waited * exchanged >= threshold(exchanged, exchanged - freed, page_seconds):
         return exchanged
-    return freed if freed and read * freed >= threshold(freed, 0, page_seconds) else 0
+    if freed and waited * freed >= threshold(freed, 0, page_seconds):
+        return freed
+    return away if away <= spare and copied * away >= threshold(away, 0, page_seconds) else 0

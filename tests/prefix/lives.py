@@ -266,10 +266,10 @@ class Life:
 
     def _pull(self, _: Talker) -> None:
         level = self.draw.choice(LISTED)
-        self.done[f"pulled {level.label}"] += managers.of(self.device).levels.reclaim(level, self.draw.randint(1, 12))
+        self.done[f"pulled {level.label}"] += managers.of(self.device).sources.reclaim(level, self.draw.randint(1, 12))
 
     def _restore(self, _: Talker) -> None:
-        managers.of(self.device).levels.restore(
+        managers.of(self.device).sources.restore(
             self.draw.choice((PageSource.PREFIX, PageSource.IDLE_KV)), self.draw.randint(1, 12)
         )
 

@@ -100,7 +100,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
             for tier in sequence._tiers():
                 tier.client.write_behind(9)
         for level in (PageSource.PREFIX, PageSource.IDLE_KV):
-            managers.of(device).levels.reclaim(level, 999)
+            managers.of(device).sources.reclaim(level, 999)
 
     def forgotten() -> None:
         begun()
@@ -125,7 +125,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
     def appended(kv_range: Any, *args: Any) -> Any:
         loads["appended"] += 1
         if loads["appended"] % 7 == 0:
-            managers.of(device).levels.reclaim(PageSource.RUNNING_KV, 6)
+            managers.of(device).sources.reclaim(PageSource.RUNNING_KV, 6)
         return append(kv_range, *args)
 
     def streams() -> None:
