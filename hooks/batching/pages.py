@@ -35,7 +35,7 @@ Note [One layer in flight]
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, RLock
@@ -90,6 +90,7 @@ class SectorClient(PageClient):
         self._current = stream_of(device)
         self._changed = False  # since the manager was told
         self.only_cached = False  # is there nothing but blocks that are kept for prompts?
+        self.lacking: Callable[[], int] = lambda: 0  # free pages that the step is about to take
         self.number = manager.add_client(self)
 
     # -- for the manager
@@ -181,7 +182,7 @@ class SectorClient(PageClient):
         self.host_writes.arrive(self.stream)
         if self.manager.taken_of(self.number) or self._mover.away:
             self._look()
-            if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number)):
+            if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number, self.lacking())):
                 self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
         if self._changed or self.manager.pages.scarce:
             self._changed = False

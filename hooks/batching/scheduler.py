@@ -78,6 +78,7 @@ class ElasticScheduler(Scheduler):
         self.place = PlaceInTurns(cache, self.slos)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
+        cache.pages.client.lacking = self._lacking
         cache.model.scheduled_by(self)
 
     def reset(self) -> None:
@@ -207,6 +208,10 @@ class ElasticScheduler(Scheduler):
         self.starved_requests += [
             candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
         ]
+
+    def _lacking(self) -> int:
+        """Pages that the activations of the next step take beside those that lie idle in the heap."""
+        return max(0, self._needed - self.memory.idle) // self.cache.on.page_size
 
     def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""

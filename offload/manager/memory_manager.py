@@ -280,9 +280,10 @@ class MemoryManager:
             taken, state.taken = frozenset(state.taken), set()
             return taken
 
-    def restorable_pages(self, number: int) -> int:
+    def restorable_pages(self, number: int, leaving: int = 0) -> int:
         """Pages that the cache may bring back from the host now, on the thread that is about to use it, between two
-        iterations: once those before have read what is away for as long as that takes. See rental.py."""
+        iterations: once those before have read what is away for as long as that takes. See rental.py. `leaving`: free
+        pages that the iteration itself is about to take."""
         with self._known.lock:
             state = self._known.clients.numbered(number)
             cache = None if state is None else state.client()
@@ -290,7 +291,7 @@ class MemoryManager:
                 return 0
             self._known.drain_core_events()
             now = self.clock()
-            spare = max(0, self._known.look(now) - self.pages.mark)
+            spare = max(0, self._known.look(now) - max(self.pages.mark, leaving))
             idle = self._known.clients.idleness.idle_pages(self._known.list.pages, now, number)
             page_seconds = self._known.situation(now, spare).page_seconds
             state.reads(cache, page_seconds)
