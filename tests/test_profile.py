@@ -369,7 +369,8 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
         (phase, batch, 8) for phase in ("prefill", "decode") for batch in (1, 2)
     }
     for fact in facts["points"]:
-        costs = Costs(tuple(facts["layers"]), fact["seconds"], facts["page_size"] / facts["bandwidth"])
+        page_seconds = facts["page_size"] / facts["bandwidth"]
+        costs = Costs(tuple(facts["layers"]), fact["seconds"], page_seconds, facts["entering"])
         assert fact["ratio"] == pytest.approx(float(costs.ratio))
         fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * fact["seconds"]]
         assert fact["hidden"] == fast[0]

@@ -37,7 +37,8 @@ def gather(
     the errors of `load_or_draw` and `load_or_measure`.
 
     Keys: model (its class), drawn (whether its weights are random, as it has none), key (of the record), file,
-    reused (whether nothing had to be measured), bandwidth (bytes per second), page_size, layers (pages of each),
+    reused (whether nothing had to be measured), bandwidth (bytes per second), entering (seconds
+    that the host takes for each layer that streams), page_size, layers (pages of each),
     streamed (the layers that did not fit), points: a list of {phase, batch, length, seconds, ratio (time to copy
     the mean layer over its time to compute), hidden (the smallest interval that adds no more than 3 %; the number
     of layers + 1: none does)}, left: a list of {batch, length, why}, slos: a list of {phase, slo, listed (the
@@ -60,6 +61,7 @@ def gather(
         "file": str(profile.path),
         "reused": profile.reused,
         "bandwidth": record.bandwidth,
+        "entering": record.entering,
         "page_size": page,
         "layers": list(pages),
         "streamed": list(streamed),
