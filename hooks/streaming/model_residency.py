@@ -150,7 +150,7 @@ class ModelResidency:
             self._pace.begin(None)
             return
         for measured in self._pace.drain():
-            self.waited += measured.stall
+            self.waited += measured.stall if self.plan.streamed else 0.0  # else nothing is waited for that is away
             if self.timings.note(measured, self.arrangement.plan) and self._governed:
                 self._manager.changed(self)
         standing = self.alike.decision

@@ -217,6 +217,18 @@ def test_no_token_moves_a_page(model: Any) -> None:
         assert {name: calls().get(name, 0) for name in PAGE_CALLS} == before
 
 
+def test_a_wait_for_a_layer_that_is_back_counts_for_no_absence(model: Any, stock: Output) -> None:
+    """It is read from a slot of its own at first, whose copy the pass waits for."""
+    with ballonet.manage(model) as managed:
+        pages = managed._residency.plan.pages
+        for count in (2, 0):
+            change(managed, streaming(pages, spread(pages, count), 1))
+        for _ in range(2):
+            assert say(model).agrees(stock)
+        assert ballonet.stats().copied.weights_h2d, "something was waited for"
+        assert (managed.report().streamed, managed._residency.waited) == ((), 0)
+
+
 def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
     with ballonet.manage(model) as managed:
         device = devices.require()
