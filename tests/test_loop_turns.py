@@ -228,13 +228,13 @@ def test_pages_that_were_taken_are_room_once_although_nobody_has_looked_since() 
     device, manager, clock, models = a_manager(60, {}, {"plan": plan}, turn=BOUND)
     a, b = (Loop(manager.turns, model) for model in models)
     a.model.step(manager)
-    assert a.asks(kv=2)
-    assert not b.asks(kv=2, runs=False, since=0.0)
+    assert a.asks(kv=8)
+    assert not b.asks(kv=8, runs=False, since=0.0)
     clock.now = 4.0
-    assert not a.asks(kv=2)
+    assert not a.asks(kv=8)
     assert device.want(30, b.model), "of the model that waits"
-    assert b.asks(kv=1, since=0.0)
-    assert not a.asks(kv=1, since=0.0), "the device has no more pages than before"
+    assert b.asks(kv=4, since=0.0)
+    assert not a.asks(kv=4, since=0.0), "the device has no more pages than before"
 
 
 def test_models_that_fit_share_and_nobody_waits() -> None:
