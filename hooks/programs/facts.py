@@ -49,8 +49,7 @@ def gather(
     model = load_or_draw(name)
     managed, device = manage(model), devices.require()
     streamed = managed.report().streamed
-    some = residency_of(managed).streaming_some
-    profile = load_or_measure(model, pace_of(managed), device, grid, force=force, streaming=some)
+    profile = load_or_measure(model, pace_of(managed), device, grid, force=force, residency=residency_of(managed))
     record, page = profile.record, device.page_size
     slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
     pages, timed = layer_pages(model, page), {"prefill": "prefill", "decode": record.decoding}

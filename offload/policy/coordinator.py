@@ -102,8 +102,8 @@ class LinkClient:
         return replace(costs, page_seconds=page_seconds).of(self.plan(interval))
 
     def excess(self, interval: int, bandwidth: int) -> tuple[float, ...]:
-        """What each iteration of `demands` takes longer than it may, as a part of that: 0 where its SLO is kept, infinite
-        where that is 0."""
+        """What each iteration of `demands` takes longer than it may, as a part of that; 0 where its SLO is kept, and
+        infinite where that is 0 and is not."""
         return tuple(_excess(self.time(interval, bandwidth, demand.costs), demand.slo) for demand in self.demands)
 
     def keeps(self, interval: int, bandwidth: int) -> bool:

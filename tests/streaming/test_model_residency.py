@@ -53,7 +53,7 @@ def plans(managed: ballonet.Managed) -> Iterator[Plan]:
 
 def change(managed: ballonet.Managed, plan: Plan) -> None:
     """As between two iterations."""
-    managed._residency._change(plan)
+    managed._residency.rearrange(plan)
 
 
 LOOKS: dict[str, Callable[[Any], object]] = {
@@ -218,7 +218,7 @@ def test_no_token_moves_a_page(model: Any) -> None:
 
 
 def test_a_wait_for_a_layer_that_is_back_counts_for_no_absence(model: Any, stock: Output) -> None:
-    """It is read from a slot of its own at first, whose copy the pass waits for."""
+    """At first it is read from a slot of its own, whose copy the pass waits for."""
     with ballonet.manage(model) as managed:
         pages = managed._residency.plan.pages
         for count in (2, 0):
