@@ -341,14 +341,14 @@ class Managed:
         record = record or (self._record if grid is None else None)
         model = self._model()
         assert model is not None  # manage() holds it
+        device, residency = self._weights.device, self._residency
 
         def known() -> Record:
             """The record of its iterations, measured with all layers resident where there is none."""
-            some = self._residency.streaming_some
-            return record or load_or_measure(model, self._pace, self._weights.device, grid, streaming=some).record
+            return record or load_or_measure(model, self._pace, device, grid, residency=residency).record
 
-        if self._residency.options.slo or any(self._residency.plan.pages):
-            self._residency.start(known, grid is not None or record is not None)
+        if residency.options.slo or any(residency.plan.pages):
+            residency.start(known, grid is not None or record is not None)
 
     @property
     def _released(self) -> bool:

@@ -18,7 +18,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,9 +30,10 @@ from torch import nn
 from ..allocator import devices
 from ..allocator._native import Device
 from ..allocator.config import cache_dir
-from ..allocator.errors import ManageError
+from ..allocator.errors import ManageError, PoolExhausted
 from ..allocator.notices import warn
 from ..allocator.units import steps
+from ..offload.policy.plan import streaming
 from ..offload.policy.tuning import DEFAULT
 from ..offload.record import link, record
 from ..offload.record.record import Phase, Point, Record
@@ -40,10 +41,10 @@ from . import compat
 from .device.key import key_of
 from .measure.pace import Measured, Pace
 from .prefix import sessions
+from .streaming.model_residency import ModelResidency
 from .weights.model_parts import text_config
 
 Size = tuple[int, int]  # sequences, tokens of each
-StreamingSome = Callable[[int], AbstractContextManager[int]]  # as `ModelResidency.streaming_some`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,13 @@ def load_or_measure(
     grid: Grid | None = None,
     *,
     force: bool = False,
-    streaming: StreamingSome | None = None,
+    residency: ModelResidency | None = None,
 ) -> Profile:
     """Returns the record of a managed model: from its file, or measured and written there, which takes up to a minute
     and shows a progress bar. Where the file cannot be used it measures anew, with a warning that says why.
 
-    `grid`: sizes to measure where the file lacks them; `force`: measures all; `streaming`: has more layers stream, to
-    measure what the host takes for each. The folder is that of
+    `grid`: sizes to measure where the file lacks them; `force`: measures all; `residency`: of the model, to
+    measure what the host takes for each layer that streams. The folder is that of
     `BALLONET_CACHE_DIR`. ManageError where the model, or the link, cannot be measured.
     """
     key = key_of(model, device)
@@ -107,8 +108,9 @@ def load_or_measure(
         )
     made = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
     made, left = measured(model, pace, made, grid or Grid())
-    if streaming is not None and not made.entering:
-        made = replace(made, entering=measured_entering(model, pace, made, grid or Grid(), streaming))
+    if residency is not None and not made.entering:
+        more = streaming_some(residency, DEFAULT.records.entering)
+        made = replace(made, entering=measured_entering(model, pace, made, grid or Grid(), more))
     try:
         record.save(made, path)
     except OSError as error:
@@ -178,9 +180,11 @@ def measured(
     ), left
 
 
-def measured_entering(model: nn.Module, pace: Pace, known: Record, grid: Grid, streaming: StreamingSome) -> float:
-    """Returns the seconds that the host takes for each layer that streams; 0 where none more can. See Note [How it is
-    measured]."""
+def measured_entering(
+    model: nn.Module, pace: Pace, known: Record, grid: Grid, more: AbstractContextManager[int]
+) -> float:
+    """Returns the seconds that the host takes for each layer that streams; 0 where none more can. `more`: has so many
+    more stream within. See Note [How it is measured]."""
     size = min(
         (point[1:] for point in known.seconds if point.phase == known.decoding), key=lambda size: size[0] * size[1]
     )
@@ -189,11 +193,28 @@ def measured_entering(model: nn.Module, pace: Pace, known: Record, grid: Grid, s
         forwards = (forward for heard, _ in _rounds(model, pace, size, grid) for forward in heard)
         return min((forward.seconds for forward in forwards if _phase(forward) == known.decoding), default=0.0)
 
-    with streaming(DEFAULT.records.entering) as count:
+    with more as count:
         if not count:
             return 0.0
         with_more = shortest()
     return max(0.0, with_more - shortest()) / count
+
+
+@contextmanager
+def streaming_some(residency: ModelResidency, interval: int) -> Iterator[int]:
+    """Has every `interval`-th layer stream too, for a measurement, and yields how many more do so: 0 where there is no
+    room for that on the host, or too few layers are resident."""
+    before, pages = residency.plan, residency.plan.pages
+    more = {layer for layer in range(interval - 1, len(pages), interval) if pages[layer]}
+    residency.stop()  # the manager would take it back
+    try:
+        with suppress(PoolExhausted, ManageError):  # the arrangement is valid as it is
+            residency.rearrange(streaming(pages, sorted({*before.streamed, *more}), max(1, len(before.slot_pages))))
+        yield len({*residency.plan.streamed}.difference(before.streamed))
+    finally:
+        with suppress(PoolExhausted, ManageError):
+            residency.rearrange(before)
+        residency.resume()
 
 
 def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | None:

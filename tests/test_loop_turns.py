@@ -223,6 +223,20 @@ def test_a_model_that_waits_for_its_turn_is_idle_and_gets_what_it_lacks_when_it_
     assert a.model.device_pages + b.model.device_pages <= 60
 
 
+def test_pages_that_were_taken_are_room_once_although_nobody_has_looked_since() -> None:
+    plan = fewest(EQUAL, 19, Fraction(2))
+    device, manager, clock, models = a_manager(60, {}, {"plan": plan}, turn=BOUND)
+    a, b = (Loop(manager.turns, model) for model in models)
+    a.model.step(manager)
+    assert a.asks(kv=8)
+    assert not b.asks(kv=8, runs=False, since=0.0)
+    clock.now = 4.0
+    assert not a.asks(kv=8)
+    assert device.want(30, b.model), "of the model that waits"
+    assert b.asks(kv=4, since=0.0)
+    assert not a.asks(kv=4, since=0.0), "the device has no more pages than before"
+
+
 def test_models_that_fit_share_and_nobody_waits() -> None:
     manager, clock, a, b = two(140)
     for _ in range(20):

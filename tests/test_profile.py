@@ -7,7 +7,7 @@ import gc
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from ballonet.hooks.device.streams import HostMarks
 from ballonet.hooks.managed import pace_of, residency_of
 from ballonet.hooks.measure.pace import Pace, point_of
 from ballonet.hooks.plan import needs, planner
-from ballonet.hooks.profile import Grid, load_or_measure, measured
+from ballonet.hooks.profile import Grid, load_or_measure, measured, streaming_some
 from ballonet.hooks.programs import facts as profile_facts
 from ballonet.offload.policy.plan import Costs
 from ballonet.offload.policy.tuning import DEFAULT
@@ -113,19 +113,15 @@ def test_host_time_of_a_streamed_layer_is_what_a_step_takes_longer_for_each(llam
     llama.model.layers[0].register_forward_pre_hook(lambda *_: enter_layers(_))
 
     @contextmanager
-    def some(interval: int) -> Iterator[int]:
+    def some() -> Iterator[int]:
         nonlocal streams
         streams = 3
         yield streams
         streams = 0
 
-    @contextmanager
-    def none(interval: int) -> Iterator[int]:
-        yield 0
-
     known, _ = measured(llama, slow.pace, EMPTY, Grid(1, 64))
-    assert profile.measured_entering(llama, slow.pace, known, Grid(1, 64), some) == pytest.approx(0.25)
-    assert profile.measured_entering(llama, slow.pace, known, Grid(1, 64), none) == 0.0
+    assert profile.measured_entering(llama, slow.pace, known, Grid(1, 64), some()) == pytest.approx(0.25)
+    assert profile.measured_entering(llama, slow.pace, known, Grid(1, 64), nullcontext(0)) == 0.0
 
 
 def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
@@ -243,16 +239,15 @@ def test_layers_that_stream_for_a_measurement_are_resident_again(installed: None
     with ballonet.manage(model) as managed:
         residency, seen = residency_of(managed), list[tuple[int, ...]]()
         model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(residency.plan.streamed))
-        some = residency.streaming_some
-        timed = load_or_measure(model, pace_of(managed), devices.require(), SMALL, streaming=some)
+        timed = load_or_measure(model, pace_of(managed), devices.require(), SMALL, residency=residency)
         assert set(seen) == {(), (3,)}
         assert timed.record.entering >= 0
         assert load(timed.path, timed.record.key) == timed.record
         assert residency.plan.streamed == ()
         devices.require().check()
-        with some(5) as count:
+        with streaming_some(residency, 5) as count:
             assert count == 0, "none of four"
-    with ballonet.manage(model, interval=2) as managed, residency_of(managed).streaming_some(1) as count:
+    with ballonet.manage(model, interval=2) as managed, streaming_some(residency_of(managed), 1) as count:
         assert count == 2, "beside those that do"
 
 
@@ -369,7 +364,8 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
         (phase, batch, 8) for phase in ("prefill", "decode") for batch in (1, 2)
     }
     for fact in facts["points"]:
-        costs = Costs(tuple(facts["layers"]), fact["seconds"], facts["page_size"] / facts["bandwidth"])
+        page_seconds = facts["page_size"] / facts["bandwidth"]
+        costs = Costs(tuple(facts["layers"]), fact["seconds"], page_seconds, facts["entering"])
         assert fact["ratio"] == pytest.approx(float(costs.ratio))
         fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * fact["seconds"]]
         assert fact["hidden"] == fast[0]

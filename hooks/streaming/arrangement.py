@@ -98,6 +98,11 @@ class Arrangement:
         return frozenset(self._weights.on_host()).difference(self._weights.ring.own.layers)
 
     @property
+    def coming(self) -> tuple[int, ...]:
+        """The layers that get pages as the next pass reaches them, ascending."""
+        return tuple(sorted(self._weights.ring.own.coming))
+
+    @property
     def read_in_place(self) -> int:
         """Pages of layers that are on the host and have no slot: each forward reads them there."""
         ring = self._weights.ring

@@ -27,7 +27,7 @@ from ...offload.manager.decision import StreamDecision
 from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.coordinator import Refusal
-from ...offload.policy.plan import Plan, streaming
+from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
 from ..device import graphs, managers
 from ..device.managers import Giver
@@ -150,7 +150,7 @@ class ModelResidency:
             self._pace.begin(None)
             return
         for measured in self._pace.drain():
-            self.waited += measured.stall
+            self.waited += measured.stall if self.plan.streamed else 0.0  # else nothing is waited for that is away
             self.copied += self.arrangement.plan.copied_pages * (self._manager.link.page_seconds or 0.0)
             if self.timings.note(measured, self.arrangement.plan) and self._governed:
                 self._manager.changed(self)
@@ -238,25 +238,14 @@ class ModelResidency:
         with self.captured.lock, self.streaming.revealing, governed:
             yield self.arrangement
 
-    @contextmanager
-    def streaming_some(self, interval: int) -> Iterator[int]:
-        """Has every `interval`-th layer stream too, for a measurement, and yields how many more do so: 0 where there is
-        no room for that on the host, or too few layers are resident."""
-        before, pages = self.plan, self.plan.pages
-        more = {layer for layer in range(interval - 1, len(pages), interval) if pages[layer]}
-        plan = streaming(pages, sorted({*before.streamed, *more}), max(1, len(before.slot_pages)))
-        self.stop()  # the manager would take it back
-        try:
-            try:
-                with self.captured.lock:
-                    self._change(plan)
-            except (PoolExhausted, ManageError):
-                pass  # the arrangement is valid as it is
-            yield len({*self.plan.streamed}.difference(before.streamed))
-        finally:
-            with suppress(PoolExhausted, ManageError), self.captured.lock:
-                self._change(before)
-            self.resume()
+    def rearrange(self, plan: Plan) -> None:
+        """Arranges the layers as the plan says, between two iterations. PoolExhausted; ManageError where that cannot be
+        done now; WeightsFileChanged, DriverError."""
+        with self.captured.lock:
+            if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
+                with self.changing() as arrangement:
+                    arrangement.arrange(plan)
+                self.waited = self.copied = 0.0
 
     def report(self) -> Report:
         """Makes the report: which layers stream, why, and at which cost."""
@@ -319,7 +308,7 @@ class ModelResidency:
             try:
                 with self.captured.lock:
                     if decision.plan != plan or self.arrangement.read_in_place:
-                        self._change(decision.plan)
+                        self.rearrange(decision.plan)
                     if ready := self.arrangement.returned(self._manager.pages.scarce):
                         self._make_resident(ready)
             except WeightsFileChanged:
@@ -340,12 +329,6 @@ class ModelResidency:
         self._unmeasured += 1
         if self._unmeasured % self._tuning.again == 1:
             managers.measure_link(self._weights.device, self._manager, leave=self._manager.pages.mark)
-
-    def _change(self, plan: Plan) -> None:
-        if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
-            with self.changing() as arrangement:
-                arrangement.arrange(plan)
-            self.waited = self.copied = 0.0
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Makes layers resident that have come back, and logs that."""

@@ -154,6 +154,7 @@ class LoopTurns:
             (seat.client(), work._replace(kv=seat.needs(work.kv, now, self._fades))) for seat, work in busy.items()
         ]
         with known.lock:
+            known.drain_core_events()  # else what was taken counts as free and as the model's
             states = [(None if model is None else known.clients.get(model), work) for model, work in models]
             works = [self._work_of(state, work, now) for state, work in states if state is not None]
             room = Room(self._room(), page_seconds or 0.0)

@@ -102,11 +102,9 @@ class LinkClient:
         return replace(costs, page_seconds=page_seconds).of(self.plan(interval))
 
     def excess(self, interval: int, bandwidth: int) -> tuple[float, ...]:
-        """What each iteration of `demands` takes longer than it may, as a part of that; 0 where its SLO is kept."""
-        return tuple(
-            0.0 if demand.slo == math.inf else max(0.0, self.time(interval, bandwidth, demand.costs) / demand.slo - 1)
-            for demand in self.demands
-        )
+        """What each iteration of `demands` takes longer than it may, as a part of that; 0 where its SLO is kept, and
+        infinite where that is 0 and is not."""
+        return tuple(_excess(self.time(interval, bandwidth, demand.costs), demand.slo) for demand in self.demands)
 
     def keeps(self, interval: int, bandwidth: int) -> bool:
         """Does the interval keep every SLO with so many bytes per second?"""
@@ -384,6 +382,10 @@ def _refusal(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: i
     pages = min((client.plan(interval).device_pages for interval in enough), default=None)
     needed = _needed([*before, options(client)])
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
+
+
+def _excess(seconds: float, slo: float) -> float:
+    return 0.0 if seconds <= slo else seconds / slo - 1 if slo else math.inf
 
 
 def _nearest(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> float | None:

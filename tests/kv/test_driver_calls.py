@@ -16,7 +16,7 @@ from ballonet.offload.policy.kv_pages import Way
 
 from .. import models
 from ..caches import installed
-from ..tuned import Tuned
+from ..tuned import Clock, Tuned
 
 PAGE = 4096
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 64}  # four tokens on a page
@@ -26,7 +26,7 @@ TOKENS = 40
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Layers so small stream as large ones do, pages so small are worth a copy of their own, and are always short."""
-    tuned(weights={"large": 2**11}, pages={"short": 1}, kv_reads={"copy": 0.0})
+    tuned(weights={"large": 2**11}, pages={"short": 1}, kv_reads={"copy": 0.0}, clock=Clock())
     monkeypatch.setattr(
         kv_read_plan.KVReadPlan, "_learn", lambda *_: None
     )  # what is decided does not depend on the time

@@ -322,7 +322,7 @@ def test_captured_layer_stays_resident_under_any_plan(
     pages = elastic.plan.pages
     assert [layer for layer in EVERY if pages[layer] != before[layer]] == [3]
     for plan in [streaming(pages, spread(pages, count), slots) for count in (1, 4, 11) for slots in (1, 2)]:
-        elastic._change(plan)
+        elastic.rearrange(plan)
         assert managed.report().streamed == plan.streamed
         assert 3 not in managed.report().streamed
         assert torch.equal(logits(model), expected)
@@ -330,7 +330,7 @@ def test_captured_layer_stays_resident_under_any_plan(
         resident = {layer for layer in managed._weights.ranges if layer is not None} - {*managed.report().streamed}
         here = sum(range_.backed for layer in resident for range_ in managed._weights.ranges[layer])
         assert managed.report().freed_pages == sum(before) - here - managed._weights.ring.pages
-    elastic._change(streaming(before, (3, 5), 1))
+    elastic.rearrange(streaming(before, (3, 5), 1))
     assert managed.report().streamed == plan.streamed
     assert all(candidate.index != 3 for candidate in managers.of(devices.require()).reclaim.candidates())
 

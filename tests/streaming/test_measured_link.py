@@ -22,7 +22,7 @@ from ballonet.offload.record import link
 
 from ..models import Output
 from ..tuned import Clock, Tuned
-from .conftest import INPUTS, PAGE, say
+from .conftest import INPUTS, PAGE, full, say
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_measured_link_leads_to_the_faster_number_of_slots(
     frees(freed, monkeypatch)
     with install.stock():
         model = copy.deepcopy(larger)
-    with ballonet.manage(model) as found:
+    with ballonet.manage(model) as found, full(managers.of(devices.require()).pages.mark):  # none come back by rental
         report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
@@ -80,7 +80,8 @@ def test_measured_link_leads_to_the_faster_number_of_slots(
         assert (len(report.streamed), report.slots) == after
         assert found.report().pages == pages, "as many as before"
         assert ballonet.stats().copied.weights_h2d > moved
-        assert report.times["decode"].resident == pytest.approx((after[0] + 1) * 1e-3), "as a rule"
+        slotted = after[0] + len(found._weights.ring.own.layers)  # pages are scarce, so that host copies stay
+        assert report.times["decode"].resident == pytest.approx((slotted + 1) * 1e-3), "as a rule"
         elastic, point = found._residency, found._residency.timings.last["decode"].point
         assert point is not None
         for _ in range(2):
