@@ -60,6 +60,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # the next batch's
+        self.batch: object = None  # the same while the same requests decode (repeated.py)
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.vocabulary: int = config.vocab_size

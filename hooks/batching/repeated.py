@@ -54,27 +54,29 @@ class RepeatedSteps:
     def looked(self, selected: Selected, scheduled: Sequence[Any], steady: bool) -> None:
         """Notes a step that was looked at, with the requests that it is given (FutureRequestState). `steady`: may the
         next ones be like it, by what else their loop knows?"""
-        self._selected, self._left = selected, 0
-        client, on = self._cache.pages.client, self._on
+        client, on, block = self._cache.pages.client, self._on, self._cache.block_tokens
         chosen = [candidate for step in selected.steps for candidate in step]
+        requests = [id(state) for state, _ in chosen]
+        decode = requests == [id(request.state) for request in scheduled] and not any(
+            tokens != 1 or state.status != RequestStatus.DECODING for state, tokens in chosen
+        )
+        if not decode or requests != self._requests:
+            self._cache.batch = object()
+        self._selected, self._requests, self._left = selected, requests if decode else (), 0
         if (
-            not steady
-            or not scheduled
-            or selected.left_out
-            or not self._slos.quiet
-            or self._memory.without_reserve
-            or client.displaced
-            or client.manager.pages.scarce
-            or "host" in selected.admission.where.values()
-            or [id(request.state) for request in scheduled] != [id(state) for state, _ in chosen]
-            or any(tokens != 1 or state.status != RequestStatus.DECODING for state, tokens in chosen)
+            steady
+            and decode
+            and requests
+            and not selected.left_out
+            and self._slos.quiet
+            and not self._memory.without_reserve
+            and not client.displaced
+            and not client.manager.pages.scarce
+            and "host" not in selected.admission.where.values()
         ):
-            return
-        block = self._cache.block_tokens
-        free = min(block - 1 - state.current_len() % block for state, _ in chosen)  # tokens until one needs a block
-        self._left = min(free, client.manager.tuning.weights.sampled - 1)
-        self._requests = [id(state) for state, _ in chosen]
-        self._seen = self._version.number, on.available, on.budget, on.page_request, on.reclaimed
+            free = min(block - 1 - state.current_len() % block for state, _ in chosen)  # tokens until one needs a block
+            self._left = min(free, client.manager.tuning.weights.sampled - 1)
+            self._seen = self._version.number, on.available, on.budget, on.page_request, on.reclaimed
 
     def forget(self) -> None:
         """The next step is looked at."""

@@ -264,7 +264,10 @@ class ElasticScheduler(Scheduler):
             self.recorder.rests()
         elif self._idle.passed(self._needed, passed + 1) and self._idle.gives(self.memory.idle, self._streams):
             self._trim()
-        if self.has_pending_requests():
+        version, pending = self.cache.pages.client.manager.version, self.has_pending_requests()
+        if pending != (self._ended == math.inf):
+            version.bump()  # an event: models are idle or not by what `wanted` says
+        if pending:
             self._ended = math.inf
             return
         if self._ended == math.inf:
