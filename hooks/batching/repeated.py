@@ -51,6 +51,12 @@ class RepeatedSteps:
         self.passed += 1
         return self._selected
 
+    def begins(self, now: float) -> None:
+        """Notes that a step like the last is computed next."""
+        cache, self._cache.pages.client.used = self._cache, now
+        if (point := cache.point) is not None:
+            cache.point = point._replace(length=point.length + 1)
+
     def looked(self, selected: Selected, scheduled: Sequence[Any], steady: bool) -> None:
         """Notes a step that was looked at, with the requests that it is given (FutureRequestState). `steady`: may the
         next ones be like it, by what else their loop knows?"""

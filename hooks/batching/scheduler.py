@@ -164,7 +164,10 @@ class ElasticScheduler(Scheduler):
         if selected is not None:
             step = super()._process_candidates(candidates, len(candidates), *args)
             if len(step[0]) == len(candidates):
-                self._note_repeated(step[0])
+                self._repeats, self._began = True, self.clock()
+                self.repeated.begins(self._began)
+                if self.recorder.recorders.all:
+                    self.recorder.batch([request.state for request in step[0]], len(candidates))
                 return step
         else:
             self.cache.pool.try_to_free_sectors()
@@ -182,15 +185,6 @@ class ElasticScheduler(Scheduler):
     def _try_to_meet_safety_margin(self) -> bool:
         """Does not look, as there is none: what no request has is freed before requests are selected."""
         return True
-
-    def _note_repeated(self, scheduled: list[Any]) -> None:
-        """Notes that a step is computed next that is like the last, see repeated.py."""
-        if (point := self.cache.point) is not None:
-            self.cache.point = point._replace(length=point.length + 1)
-        self._repeats, self._began = True, self.clock()
-        self.cache.pages.client.used = self._began
-        if self.recorder.recorders.all:
-            self.recorder.batch([request.state for request in scheduled], len(scheduled))
 
     def _map_blocks(self, selected: Selected, token_budget: int, *args: Any) -> tuple[list[Any], bool, bool, int, int]:
         """Gives the selected requests their blocks, with pages. Returns what transformers' scheduler does."""

@@ -115,7 +115,7 @@ def compute_step(processor: Any, model: Any, *, stock: Callable[..., None]) -> N
         stream.wait_stream(torch.cuda.current_stream(stream.device))
     try:
         copies = isinstance(processor.cache, ElasticPagedCache) and bool(processor.cache.new_blocks)
-        # which would not copy blocks to the host
+        # a graph would not copy blocks to the host
         with without_graphs(processor.model_runner, varlen=True) if copies else nullcontext():
             if timed := isinstance(preemption, PagePreemption) and preemption.scheduler.timed:
                 preemption.scheduler.times.begin(preemption.scheduler.next, inputs.compute_stream)
