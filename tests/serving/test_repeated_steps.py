@@ -120,7 +120,7 @@ def test_a_step_after_an_event_is_looked_at(act: Callable[[Any], object], monkey
 
 
 def test_a_forward_of_other_requests_asks_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many, so that nothing else tells."""
+    """There are as many of them, so nothing else tells."""
 
     def others(manager: Any) -> None:
         manager.batch_processor.cache.batch = object()
