@@ -116,9 +116,9 @@ def stepping(layers: int, requests: int) -> int:
 
 
 @pytest.mark.counts
-def test_a_step_of_requests_that_decode_costs_140_calls_13_per_layer_and_9_per_request() -> None:
+def test_a_step_of_requests_that_decode_costs_30_calls_8_per_layer_and_6_per_request() -> None:
     for layers, requests in ((4, 4), (8, 4), (4, 8)):
-        assert stepping(layers, requests) <= 140 + 13 * layers + 9 * requests
+        assert stepping(layers, requests) <= 30 + 8 * layers + 6 * requests
 
 
 class Everybodys(Calls):

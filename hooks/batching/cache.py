@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..forward.lease import GroupLease, current
 from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
 from .blocks import ListedBlocks, PromptBlocks
-from .pages import RESERVED, NewBlock, RequestPages, SectorClient, SectorPages, SectorPool
+from .pages import RESERVED, NewBlock, RequestPages, SectorPages, SectorPool
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -60,6 +60,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # the next batch's
+        self.batch: object = None  # the same while the same requests decode (repeated.py)
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.vocabulary: int = config.vocab_size
@@ -277,8 +278,12 @@ class ElasticPagedCache(PagedAttentionCache):
         """Updates the cache under a lease, the forward's if there is one. `kwargs`: of the forward. Returns keys and
         values, [1, heads, tokens, dim]."""
         updated: tuple[torch.Tensor, torch.Tensor]
-        with GroupLease(self.group):
-            client = self._uses()
+        client, lease = self.pages.client, current()
+        with GroupLease(self.group) if lease is None else nullcontext():  # in few calls, as it runs for each layer
+            if lease is not None:
+                lease.enter_group(self.group)
+                lease.touched(client)
+            client.uses()
             allocator: Any = self.layer_to_allocator[layer_idx]
             put = None
             if self.by_request is not None:
@@ -317,14 +322,6 @@ class ElasticPagedCache(PagedAttentionCache):
         self.update(keys, values, layer_idx, kwargs)
         attended: torch.Tensor = kwargs[BY_REQUEST](query, scale, dropout)
         return attended
-
-    def _uses(self) -> SectorClient:
-        """Notes, under a lease, that kernels of the current stream use the cache. Returns its client."""
-        client = self.pages.client
-        client.uses()
-        if (lease := current()) is not None:
-            lease.touched(client)
-        return client
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
         """Copies blocks under a lease, one by one where there is no memory for intermediate copies."""

@@ -30,7 +30,7 @@ class RequestMemory:
         self._cache = cache
         self._measured = measured
         self._most = most
-        self._extra_reserve = 0  # bytes that stay free beside the reserve
+        self.extra_reserve = 0  # bytes that stay free beside the reserve
         self.without_reserve = False  # may one request have all that is free?
         self._needed = 0  # bytes for activations of the last batch, as estimated
         self._grown = 0, 0  # bytes idle in the heap after a batch for which it could grow freely, and of its estimate
@@ -44,7 +44,7 @@ class RequestMemory:
         now = self._measured()
         used = self._cache.pages.client.displaced * self._cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        extra = self._aside if plain else self._aside + self._extra_reserve
+        extra = self._aside if plain else self._aside + self.extra_reserve
         return replace(now, reserve=now.reserve + extra, host=host)
 
     def free(self) -> Memory:
@@ -98,11 +98,11 @@ class RequestMemory:
 
     def raise_reserve(self) -> None:
         """Keeps more memory free from now on, as an admitted step ran out of memory."""
-        self._extra_reserve += max(self._extra_reserve, self._measured().reserve)
+        self.extra_reserve += max(self.extra_reserve, self._measured().reserve)
 
     def relax_reserve(self) -> None:
         """Keeps half as much free beside the plain reserve from now on."""
-        self._extra_reserve //= 2
+        self.extra_reserve //= 2
 
 
 def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:

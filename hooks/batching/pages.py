@@ -478,6 +478,11 @@ class SectorPool(CachePool):
         self._backed.discard(sector)
         self._free_blocks[index].add_tree(sector)
 
+    def free_blocks(self, index: int, block_ids: list[int]) -> None:
+        """Notes that no request has these blocks any more: an event, as `try_to_free_sectors` may free pages now."""
+        super().free_blocks(index, block_ids)
+        self._pages.client.manager.version.bump()
+
     def try_to_free_sectors(self) -> None:
         """Frees sectors of which no request has a block, and their pages."""
         with self._pages.client.lock:

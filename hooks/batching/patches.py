@@ -203,11 +203,12 @@ def _replace() -> Iterator[Undo]:
         (processor, "prepare_next_batch", steps.prepare_step),
         (processor, "_generation_step", steps.compute_step),
         (model_runner.ModelRunner, "compute_batch", steps.launch_forward),
-        (model_runner.ModelRunner, "_sample", carried.keep_logits),
         (input_outputs.ContinuousBatchingIOs, "prepare_batch_update", carried.tell_tokens),
         (processor, "_handle_request_error", steps.fail_request),
     ):
         yield _put(owner, name, steps.in_place_of(vars(owner)[name], mine))
+    sampled = steps.in_place_of(vars(model_runner.ModelRunner)["_sample"], carried.keep_logits)
+    yield _put(model_runner.ModelRunner, "_sample", torch.compiler.disable(sampled))
 
 
 def others_run(model: Batched) -> bool:

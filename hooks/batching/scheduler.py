@@ -33,6 +33,7 @@ from ..measure.timings import Latencies, RequestTimes
 from ..sampling.carried import is_scored
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
+from .repeated import RepeatedSteps
 from .selection import RequestSLOs, Selected, Selection
 from .step_times import StepTimes
 from .turns import PlaceInTurns
@@ -57,8 +58,12 @@ class ElasticScheduler(Scheduler):
         self.memory = memory
         self.others_run = others
         self.tuning = tuning
-        self.slos = RequestSLOs(cache, lambda: cache.pages.client.manager.clock())
+        self.clock = cache.pages.client.manager.clock  # in seconds
+        self.slos = RequestSLOs(cache, self.clock)
         self.selection = Selection(cache, memory, self.slos, others, tuning)
+        self.repeated = RepeatedSteps(cache, memory, self.slos)
+        self._repeats = False  # is the step that was prepared last like the one before?
+        self.timed = True  # is the step that is computed next?
         self.cancelled: Callable[[str], object] = lambda request: None  # called once a cancelled request is removed
         self.progress = StepProgress(tuning)
         self._scored: dict[str, int] = {}  # tokens of the step, by request whose prompt is scored
@@ -69,7 +74,7 @@ class ElasticScheduler(Scheduler):
         self._idle = IdleHeap(tuning.idle)
         self._limits = math.inf, math.inf  # (seconds of the step, deadline): passing either misses an SLO
         self._ended = -math.inf  # since when there is no request; infinity: there were some
-        self._waited = cache.pages.client.manager.clock()  # when others waited last for the end of a batch
+        self._waited = self.clock()  # when others waited last for the end of a batch
         manager, device = cache.pages.client.manager, cache.model.device
         marks = marks_of(device, manager.nanoseconds)
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
@@ -147,22 +152,40 @@ class ElasticScheduler(Scheduler):
     ) -> tuple[list[Any], bool, bool, int, int]:
         """Makes the next step of the candidates' requests, if the model may compute now: admits them, maps their pages,
         and notes what is computed next (steps.py)."""
-        if not self.place.may_step(self.active_requests, self.waiting_requests):
-            self.starved_requests = []
-            return [], False, False, 0, 0
-        if not self.place.admits:
-            candidates = [state for state in candidates if state.request_id in self.active_requests]
-        self.cache.pool.try_to_free_sectors()
-        token_budget = int(min(token_budget, self.progress.tokens))
-        requests = self.active_requests, self.waiting_requests
-        selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
-        step = self._map_blocks(selected, token_budget, *args)
+        waiting, self._repeats = self.waiting_requests, False
+        alone = len(self.place.seats) < 2  # then it takes no turns
+        selected = self.repeated.again(candidates) if alone and not waiting else None
+        if selected is None:
+            if not self.place.may_step(self.active_requests, waiting):
+                self.starved_requests = []
+                return [], False, False, 0, 0
+            if not self.place.admits:
+                candidates = [state for state in candidates if state.request_id in self.active_requests]
+            selected = None if alone or waiting else self.repeated.again(candidates)
+        if selected is not None:
+            step = super()._process_candidates(candidates, len(candidates), *args)
+            if len(step[0]) == len(candidates):
+                self._repeats, self._began = True, self.clock()
+                self.repeated.begins(self._began)
+                if self.recorder.recorders.all:
+                    self.recorder.batch([request.state for request in step[0]], len(candidates))
+                return step
+        else:
+            self.cache.pool.try_to_free_sectors()
+            token_budget = int(min(token_budget, self.progress.tokens))
+            requests = self.active_requests, waiting
+            selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
+            step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
         now = {request.state.request_id for request in scheduled}
         lacking = {state.request_id for state, _ in selected.left_out}
         self.cache.begins(now, self.active_requests.keys() - now - lacking if now else ())
         self._note_scheduled(scheduled, selected)
         return step
+
+    def _try_to_meet_safety_margin(self) -> bool:
+        """Does not look, as there is none: what no request has is freed before requests are selected."""
+        return True
 
     def _map_blocks(self, selected: Selected, token_budget: int, *args: Any) -> tuple[list[Any], bool, bool, int, int]:
         """Gives the selected requests their blocks, with pages. Returns what transformers' scheduler does."""
@@ -181,7 +204,7 @@ class ElasticScheduler(Scheduler):
 
     def _infer_request_tokens(self, state: Any, *args: Any) -> list[int]:
         """Finds blocks with the beginning of a prompt, unless its own tokens are scored."""
-        computes_all = is_scored(state) and state.status != RequestStatus.DECODING
+        computes_all = state.status != RequestStatus.DECODING and is_scored(state)
         tokens: list[int]
         tokens = state.remaining_prefill_tokens if computes_all else super()._infer_request_tokens(state, *args)
         return tokens
@@ -195,8 +218,8 @@ class ElasticScheduler(Scheduler):
         """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
         states = [request.state for request in scheduled]
         sequences = [(request.query_length, request.state.current_len()) for request in scheduled]
-        away = self.cache.pages.client.read_displaced
-        self.cache.point, self.next = packed(sequences), replace(Step.of(sequences), away=away)
+        away, copied = self.cache.pages.client.read_displaced, self.cache.model.lends(0).copied if scheduled else 0
+        self.cache.point, self.next = packed(sequences), replace(Step.of(sequences), away=away, copied=copied)
         if scheduled:
             self.recorder.batch(states, sum([new for new, _ in sequences]))
         if self.waiting_requests or self.others_run():
@@ -205,6 +228,9 @@ class ElasticScheduler(Scheduler):
         self.slos.require(states, others)
         known = [*self.active_requests.values(), *self.waiting_requests.values()]
         self._limits = self.slos.limits(states, known)
+        known_to_all = not any(map(self.recorder.lacks_token, [state.request_id for state in states]))
+        steady = known_to_all and not self.waiting_requests and self.cache.model.costs.settled(self.next)
+        self.repeated.looked(selected, scheduled, steady)
         self.starved_requests += [
             candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
         ]
@@ -215,24 +241,32 @@ class ElasticScheduler(Scheduler):
 
     def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
-        now = self.clock()
-        slow = False
+        repeats, self._repeats = self._repeats, False
+        self.timed = not repeats
+        if prepared and repeats:
+            return
+        now, slow = self.clock(), False
         for step, seconds in self.times.drain():
             self.cache.model.costs.observe(step, seconds)
             slow |= self.selection.bound.observe(step, seconds)
+        passed, self.repeated.passed = self.repeated.passed, 0
+        if passed:
+            self.selection.bound.pass_over(passed)
+            self.memory.buffer.observe_calm(passed)
         if self._began is not None and self._limits != (math.inf, math.inf):
             # an SLO is of the time that passes for whoever waits
             self.memory.buffer.observe(tpot=now - self._began > self._limits[0], ttft=now > self._limits[1])
         elif self._began is not None:  # without one the own past counts: see step_bound.py
             self.memory.buffer.observe(tpot=slow, ttft=not slow and bool(self.waiting_requests))
         self._began = now if prepared else None
-        if prepared:
-            self.next = replace(self.next, copied=self.cache.model.lends(0).copied)
         if not prepared:
             self.recorder.rests()
-        elif self._idle.passed(self._needed) and self._idle.gives(self.memory.idle, self._streams):
+        elif self._idle.passed(self._needed, passed + 1) and self._idle.gives(self.memory.idle, self._streams):
             self._trim()
-        if self.has_pending_requests():
+        version, pending = self.cache.pages.client.manager.version, self.has_pending_requests()
+        if pending != (self._ended == math.inf):
+            version.bump()  # an event: models are idle or not by what `wanted` says
+        if pending:
             self._ended = math.inf
             return
         if self._ended == math.inf:
@@ -296,10 +330,6 @@ class ElasticScheduler(Scheduler):
             self.cancelled(name)
         return states
 
-    def clock(self) -> float:
-        """Returns the manager's time in seconds."""
-        return self.cache.pages.client.manager.clock()
-
     def wait_again(self, state: Any) -> None:
         """Queues a request that has run before."""
         self.recorder.again(state)
@@ -310,6 +340,7 @@ class ElasticScheduler(Scheduler):
         its request if that happened too often, with the reason of the last time; None: they are computed again."""
         self._began = None  # its duration says nothing
         self.times.forget()
+        self.repeated.forget()
         self.cache.model.latencies.lost += 1
         others = bool(self.active_requests.keys() - sizes.keys())
         if len(sizes) > 1:
@@ -350,6 +381,7 @@ class RequestRecorder:
         self._loop = loop
         self.recorders = recorders_of(on)
         self._times = RequestTimes(latencies)
+        self.lacks_token = self._times.lacks_token  # does the request of this id wait for its first token?
 
     def came(self, state: Any) -> None:
         """Records a new request, which waits."""
@@ -368,7 +400,7 @@ class RequestRecorder:
             thread.name = f"batches of {self._loop}"
         now = time.monotonic_ns()
         for state in states:
-            if self._times.lacks_token(state.request_id):
+            if self.lacks_token(state.request_id):
                 self._times.got(state.request_id, now / 1e9, generated(state))
         if self.recorders.all:
             requests = [(state.request_id, generated(state)) for state in states]

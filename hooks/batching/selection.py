@@ -2,11 +2,6 @@
 the SLOs of requests ask of it; and the stored beginnings of prompts, copied into blocks before their requests are
 chosen.
 
-Note [Steps like the last]
-    Where each of the requests of the last step gets one more token, none waits, none needs a new block and nothing has
-    happened since on the device (memory_manager.py, Note [Events]), the next step is the last one again. So that costs,
-    which are learned, count, all is looked at once in a while; and always where there are SLOs, or KV on the host.
-
 Note [Looked up once]
     A waiting request is looked up when it could be in the next batch. Tokens that sequences of `generate()` have are
     copied at once. Tokens in files are read on a reading thread, one request at a time; only that request waits for it.
@@ -22,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -56,17 +51,6 @@ class Selected:
     left_out: list[Candidate]
 
 
-@dataclass(slots=True)
-class _Again:
-    """What holds where the last batch may be selected again. `names`: ids of its requests, which `selected` refers to;
-    `seen`: as `Selection._seen`; `left`: how often."""
-
-    selected: Selected
-    names: Sequence[int]
-    seen: tuple[int, ...]
-    left: int
-
-
 class Selection:
     """Selects the batches of one loop. Used by its thread."""
 
@@ -86,7 +70,6 @@ class Selection:
         self._tuning = tuning
         self._passed: dict[str, int] = {}  # by request: how often it was passed over
         self._in_row = 0  # steps of prompts alone since requests that decode had one
-        self._again: _Again | None = None  # None: the next batch has to be looked at
         self.bound = StepBound(tuning)
         self._turns = ReadingTurns(tuning)
         loop_caches, blocks = cache.model.loop_caches, cache.kept
@@ -101,52 +84,7 @@ class Selection:
         self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
-        tokens of `most` requests. Frees unused blocks and pages where some lack memory. See Note [Steps like the
-        last]."""
-        again = self._again
-        if (
-            again is not None
-            and again.left
-            and not waiting
-            and [*map(id, candidates)] == again.names
-            and len(candidates) <= min(budget, most)
-            and again.seen == self._seen()
-        ):
-            again.left -= 1
-            return again.selected
-        selected = self._select(candidates, budget, most, active, waiting)
-        self._again = self._same(selected, candidates, waiting)
-        return selected
-
-    def _seen(self) -> tuple[int, ...]:
-        """What changes where memory does: the manager's version, pages of the core, the SLOs there are."""
-        on, client = self._cache.on, self._cache.pages.client
-        return client.manager.version.number, on.available, on.budget, on.page_request, on.reclaimed, len(self._slos)
-
-    def _same(self, selected: Selected, candidates: Sequence[Any], waiting: Collection[str]) -> _Again | None:
-        """Returns what holds for the next batches, if they are like this one; None where they have to be looked at."""
-        seen, block = self._seen(), self._cache.block_tokens
-        chosen = [candidate for step in selected.steps for candidate in step]
-        if (
-            waiting
-            or len(self._slos)
-            or self._memory.without_reserve
-            or self._cache.pages.client.displaced
-            or "host" in selected.admission.where.values()
-            or [state for state, _ in chosen] != list(candidates)
-            or any(tokens != 1 or state.status != RequestStatus.DECODING for state, tokens in chosen)
-        ):
-            return None
-        left = min(
-            (block - 1 - state.current_len() % block for state in candidates), default=0
-        )  # until a block is full
-        sampled = self._cache.pages.client.manager.tuning.weights.sampled
-        return _Again(selected, [*map(id, candidates)], seen, min(left, sampled - 1))
-
-    def _select(
-        self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
-    ) -> Selected:
-        """Selects a batch anew."""
+        tokens of `most` requests. Frees unused blocks and pages where some lack memory."""
         reading = self._in_turn(candidates, active)
         selected = self._selected(reading, budget, most, active, waiting)
         if selected.admission.where or len(reading) == len(candidates):
@@ -372,6 +310,7 @@ def _at_end(state: Any) -> int:
 
 
 Required = tuple[float | None, float | None, bool]
+_NOT_REQUIRED: Final[Required] = (None, None, False)
 
 
 class RequestSLOs:
@@ -381,27 +320,29 @@ class RequestSLOs:
         """`clock`: the manager's, in seconds."""
         self._cache = cache
         self._clock = clock
-        self._slos: dict[str, RequestSLO] = {}
-        self._required: Required = (None, None, False)  # the last call of `require`
+        self.known: dict[str, RequestSLO] = {}  # by request, of those that have one
+        self._required: Required = _NOT_REQUIRED  # the last call of `require`
 
-    def __len__(self) -> int:
-        return len(self._slos)
+    @property
+    def quiet(self) -> bool:
+        """Does no request ask for anything, and has the manager been told so?"""
+        return not self.known and self._required[:2] == _NOT_REQUIRED[:2]
 
     def __contains__(self, request: str) -> bool:
-        return request in self._slos
+        return request in self.known
 
     def note(self, request: str, slo: RequestSLO, *, unless: bool = False) -> None:
         """Notes the SLO of a request, which may be NOTHING; `unless`: only where none is noted."""
         if slo == NOTHING:
-            self._slos.pop(request, None)
+            self.known.pop(request, None)
         elif unless:
-            self._slos.setdefault(request, slo)
+            self.known.setdefault(request, slo)
         else:
-            self._slos[request] = slo
+            self.known[request] = slo
 
     def asked(self, request: str) -> RequestSLO:
         """Returns the SLO of the request."""
-        return self._slos.get(request, NOTHING)
+        return self.known.get(request, NOTHING)
 
     def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
         """Returns why the SLO of a waiting request cannot be kept; None where it can. On any thread."""
@@ -412,7 +353,7 @@ class RequestSLOs:
     def require(self, scheduled: Sequence[Any], others: bool) -> None:
         """Tells the manager the SLOs of the batch, and whether `others` wait for its end. The time to a first token is
         what is left of it, in steps of a third."""
-        if self._slos or self._required != (None, None, False):
+        if self.known or self._required != _NOT_REQUIRED:
             slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()
             prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
             left = min((max(1e-3, slo.arrived + slo.ttft - now) for slo in prompts if slo.ttft), default=None)
@@ -423,7 +364,7 @@ class RequestSLOs:
     def due(self, running: Iterable[str], waiting: Iterable[Any], could: float) -> float:
         """Returns until when the model has to have the device for its requests' SLOs; infinity where there are none.
         `could`: when it could compute last."""
-        if not self._slos:
+        if not self.known:
             return math.inf
         parts, batch = self._cache.model.costs.parts, self._cache.max_batch_tokens
         tpot = tightest(self.asked(name) for name in running).tpot
@@ -437,7 +378,7 @@ class RequestSLOs:
     def limits(self, scheduled: Sequence[Any], known: Sequence[Any]) -> tuple[float, float]:
         """Returns (seconds that the step may take for its decoding requests, the earliest deadline of a first token
         among the `known` requests), infinity where there is no SLO."""
-        if not self._slos:
+        if not self.known:
             return math.inf, math.inf
         decoding = tightest(self.asked(state.request_id) for state in scheduled if state.generated_tokens).tpot
         asked = [self.asked(state.request_id) for state in known if not state.generated_tokens]

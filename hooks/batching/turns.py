@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ...offload.manager.turns import LoopWork
 from .cache import ElasticPagedCache
@@ -22,6 +22,7 @@ class PlaceInTurns:
         self._slos = slos
         self._clock = cache.pages.client.manager.clock
         self._turns, known = cache.pages.client.manager.turns, weakref.ref(self)
+        self.seats: Final = self._turns.seats  # of all loops of the device
         self._seat = self._turns.join(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
         self._came: float | None = None  # since when requests wait that have not begun; None: none does
         self._counted = 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need

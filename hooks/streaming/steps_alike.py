@@ -4,10 +4,11 @@ them, and none is timed.
 Note [Steps like the last]
     That is a step of as many sequences, with the same cache, after which nothing has happened: the manager's version,
     the time until which its decision holds, and the core's numbers are those of the step before
-    (offload/manager/memory_manager.py, Note [Events]). Of such steps two in a row are looked at and timed of each
-    `sampled`: two, as the time per token is that between them. While a time is being learned, or somebody listens, all
-    are. No step is taken for one like the last whose tokens may be more than those that the last decision was made for;
-    nor any where layers stream.
+    (offload/manager/memory_manager.py, Note [Events]). In a generation loop the cache says whether the requests are
+    those of the step before, too (`ElasticPagedCache.batch`, hooks/batching/repeated.py). Of such steps two in a row
+    are looked at and timed of each `sampled`: two, as the time per token is that between them. While a time is being
+    learned, or somebody listens, all are. No step is taken for one like the last whose tokens may be more than those
+    that the last decision was made for; nor any where layers stream.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..measure.pace import PACKED, Pace
 from ..measure.timings import Timings
 
 # arguments whose sizes `_Steps.shape` does not tell
-_OTHERS: Final = PACKED | {"inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"}
+_OTHERS: Final = frozenset(("inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"))
 
 
 class StepsAlike:
@@ -55,6 +56,7 @@ class StepsAlike:
             or not steps.left
             or steps.version != manager.version.number
             or cache is not steps.cache()
+            or (steps.batch is not None and steps.batch is not getattr(cache, "batch", None))
             or kwargs.keys() != steps.names
             or getattr(args[0] if args else kwargs.get("input_ids"), "shape", None) != steps.shape
             or (now := manager.clock()) >= steps.until
@@ -89,15 +91,17 @@ class StepsAlike:
     ) -> None:
         """Notes what holds for the next steps, if they are like this one, which is about to run. `reclaimed`: what
         `look` returned."""
-        here, clients = self._here, self._manager.clients
+        here, clients, batch = self._here, self._manager.clients, None
+        if packed := not PACKED.isdisjoint(kwargs):
+            batch = getattr(cache, "batch", None)
         if (
             here.looked < 2
             or point is None
             or point.phase != "decode"
             or cache is None
             or not _OTHERS.isdisjoint(kwargs)
+            or (packed and batch is None)
             or (validity := self._manager.version.validity) is None
-            or clients.idleness.scheduled
             or self.decision is None
             or model.plan.streamed
             or not self._timings.settled(point)
@@ -108,9 +112,9 @@ class StepsAlike:
             its = weakref.ref(cache)
         except TypeError:
             return
-        shape, tokens = torch.Size((point.batch, 1)), point.corner.length - point.length
-        left = min(tokens, self._manager.tuning.weights.sampled - 2)
-        here.steps = _Steps(*validity, reclaimed, self.decision, state, its, shape, frozenset(kwargs), left)
+        shape = torch.Size((1, point.batch) if packed else (point.batch, 1))
+        left = min(point.corner.length - point.length, self._manager.tuning.weights.sampled - 2)
+        here.steps = _Steps(*validity, reclaimed, self.decision, state, its, batch, shape, frozenset(kwargs), left)
 
     def ended(self) -> tuple[bool, bool]:
         """Ends the step. Returns (was it looked at, is there more to note of its end)."""
@@ -127,7 +131,8 @@ class StepsAlike:
 class _Steps:
     """What holds for decode steps like the last. `version`, `until`, `seen`: of `Validity`; `reclaimed`: pages that the
     core has taken so far; `decision`: that is in force, for the model of `state`; `cache`: refers to that of the step;
-    `shape`: of its tokens; `names`: of its arguments; `left`: how many may follow."""
+    `batch`: of that, None where each sequence has a row; `shape`: of its tokens; `names`: of its arguments; `left`: how
+    many may follow."""
 
     version: int
     until: float
@@ -136,6 +141,7 @@ class _Steps:
     decision: StreamDecision
     state: ModelState
     cache: weakref.ref[Any]
+    batch: object
     shape: torch.Size
     names: frozenset[str]
     left: int

@@ -506,7 +506,7 @@ class Idleness:
         # before then no client becomes idle while schedulers want the same: all are in use, none is only kept
         self.calm_until = -math.inf
         self._wanted: list[float | None] = []
-        self.scheduled = False  # has any model a scheduler, which tells nobody when its requests come or go?
+        self.scheduled = False  # has any model a scheduler? See Note [Scheduled models]
 
     def wanted(self) -> list[float | None]:
         """Until when requests need each model; see ModelClient.wanted_until."""

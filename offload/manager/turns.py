@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..policy.turns import SHARED, DeviceTurn, Room, TurnWork, Waiter, cheaper_in_turns, moved, next_turn
 from .client import ModelClient
@@ -80,7 +80,7 @@ class LoopTurns:
         self._fades = known.tuning.turns.fades
         self._lock = threading.Lock()
         self._numbers = count(SHARED + 1)
-        self._seats: dict[int, Seat] = {}
+        self.seats: Final[dict[int, Seat]] = {}  # of all loops
         self._turn = DeviceTurn()
         self._priced: tuple[object, ...] = ()  # what the plan was chosen for
         self._apart = False  # are turns the plan?
@@ -90,7 +90,7 @@ class LoopTurns:
         """Gives a loop, whose scheduler is `user`, its place for as long as that lives."""
         with self._lock:
             seat = Seat(next(self._numbers), weakref.ref(user), client, wake)
-            self._seats[seat.number] = seat
+            self.seats[seat.number] = seat
             return seat
 
     @property
@@ -100,12 +100,12 @@ class LoopTurns:
 
     def may_step(self, seat: Seat, work: LoopWork | None) -> bool:
         """Notes what a loop has to do, None for nothing. Returns whether it may compute now."""
-        if len(self._seats) < 2:  # nobody to share with
+        if len(self.seats) < 2:  # nobody to share with
             return True
         with self._lock:
             seat.work, before = work, self._turn.has
             self._advance(self._known.clock())
-            awake = [other for other in self._seats.values() if other.until is None and other.work is not None]
+            awake = [other for other in self.seats.values() if other.until is None and other.work is not None]
             changed = self._turn.has != before
         if changed:
             self._tell()
@@ -116,7 +116,7 @@ class LoopTurns:
 
     def _tell(self) -> None:
         """Has the pages listed anew, as other models are idle now."""
-        holder = self._seats.get(self._turn.has)
+        holder = self.seats.get(self._turn.has)
         model = None if holder is None else holder.client()
         with self._known.lock:
             state = None if model is None else self._known.clients.get(model)
@@ -129,9 +129,9 @@ class LoopTurns:
 
     def _advance(self, now: float) -> None:
         """Ends the turn if it is time, and begins the next."""
-        for number in [number for number, seat in self._seats.items() if seat.user() is None]:
-            del self._seats[number]
-        busy = {seat: seat.work for seat in self._seats.values() if seat.work is not None}
+        for number in [number for number, seat in self.seats.items() if seat.user() is None]:
+            del self.seats[number]
+        busy = {seat: seat.work for seat in self.seats.values() if seat.work is not None}
         for seat in busy:
             seat.could = now if seat.until is None else seat.could
         key = tuple((seat.number, work.runs, work.since is None, work.kv.bit_length()) for seat, work in busy.items())
@@ -143,7 +143,7 @@ class LoopTurns:
         elif busy:
             waiters = [Waiter(seat.number, work.runs, seat.since(work), work.due) for seat, work in busy.items()]
             self._turn = next_turn(now, self._turn, waiters, self._moves, self._patience, self._bound)
-        for seat in self._seats.values():
+        for seat in self.seats.values():
             waits = seat in busy and self._turn.has not in (SHARED, seat.number)
             seat.until = now if waits else None
 

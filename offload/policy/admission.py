@@ -170,6 +170,10 @@ class LogicalBuffer:
         self._recent.clear()
         return self.size
 
+    def observe_calm(self, iterations: int) -> None:
+        """Notes so many iterations that violated no SLO."""
+        self._recent.extend([(False, False)] * iterations)
+
     def open(self) -> bool:
         """Makes it as large as it can be, as nothing runs that it could slow down. Was it smaller?"""
         before, self.size = self.size, self._most
@@ -190,10 +194,10 @@ class IdleHeap:
         self._trimmed = False  # were all pages given back before them?
         self._grown = 0, 0  # what lay idle after such steps, and what they needed
 
-    def passed(self, needed: int) -> bool:
-        """Notes that a step needed so much. Is it time to ask `gives`?"""
+    def passed(self, needed: int, steps: int = 1) -> bool:
+        """Notes that a step, or so many, needed so much. Is it time to ask `gives`?"""
         self._largest = max(self._largest, needed)
-        self._left -= 1
+        self._left -= steps
         return self._left <= 0
 
     def gives(self, idle: int, streams: bool) -> bool:

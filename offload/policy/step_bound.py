@@ -37,6 +37,10 @@ class StepBound:
         """Seconds; infinity where no step has shown any."""
         return self._longest or math.inf
 
+    def pass_over(self, steps: int) -> None:
+        """Notes that there were so many steps that took no longer than others, and were not timed."""
+        self._longest *= self._tuning.fading**steps
+
     def observe(self, step: Step, seconds: float) -> bool:
         """Notes what a step took. Did it take longer than it may, by more than is noise, as it read KV on the host?"""
         if step.away:

@@ -133,14 +133,17 @@ class StepCosts:
         if seconds <= 0 or step.new < 1:
             return
         self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
-        size = step.new.bit_length(), step.read.bit_length(), step.copied.bit_length(), step.away.bit_length()
-        self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
+        self._seen.setdefault(_size(step), deque(maxlen=self._tuning.remembered)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
             self._fresh = 0
             self._fitted = fitted([sample for group in self._seen.values() for sample in group])
         if (parts := self._fitted) is not None:
             self.parts = replace(parts, fixed=parts.fixed + parts.copied * step.copied, copied=0.0)
+
+    def settled(self, step: Step) -> bool:
+        """Is it known what such a step takes, so that now and then one is timed?"""
+        return self._fitted is not None and len(self._seen.get(_size(step), ())) == self._tuning.remembered
 
     @property
     def error(self) -> float | None:
@@ -192,6 +195,11 @@ class StepCosts:
             return parts
         copied, away = self._assumed()
         return replace(parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away)
+
+
+def _size(step: Step) -> tuple[int, ...]:
+    """Returns as which size the step is remembered. See Note [What is remembered]."""
+    return step.new.bit_length(), step.read.bit_length(), step.copied.bit_length(), step.away.bit_length()
 
 
 def _sizes(step: Step) -> tuple[int, ...]:
