@@ -1,4 +1,4 @@
-"""Settings of the papers, simulated: eLLM's goodput, SwiftCache's conversations beside a lender, Select-N's memory.
+"""Settings of the papers: eLLM's goodput and SwiftCache's conversations beside a lender, simulated; Select-N's memory.
 
 goodput: a model of the 8B Llama shape, requests of 2,000 and of 32,000 tokens with answers of 2,000 (eLLM §6.2), at
 several rates. Goodput: requests per second that keep SLOs of 25 times what a prompt, and what a token, takes alone; the
@@ -11,7 +11,7 @@ limits: models' steps take turns, and those of the other one read KV of its conv
 prompts may begin there or not. Of 73 s between the lender's tokens its own steps take 3 s, the other's computing 14 s,
 the other's reads over the link 57 s.
 
-host memory: bytes of weights that models have on the host, at SLOs of so many times what a token takes with all of them
+host-memory: bytes of weights that models have on the host, at SLOs of so many times what a token takes with all of them
 resident, on one link (Select-N §4.5). The peer gives each model an equal part of the link for good.
 
 Time is that of a cost model, as in bench_tenants.py, and pages are real; for host memory nothing runs at all: the
@@ -54,8 +54,15 @@ COLUMNS = ("paper", "what", "peer's", "ballonet's", "ballonet / peer")
 
 
 def papers(chosen: Options) -> None:
-    rows = [*goodput(chosen), *lending(chosen), *host_memory()]
-    report(chosen, "settings of the papers, simulated", [dict(zip(COLUMNS, row, strict=True)) for row in rows])
+    tell(chosen, "settings of the papers, simulated", [*goodput(chosen), *lending(chosen)])
+
+
+def host_memories(chosen: Options) -> None:
+    tell(chosen, "weights on the host at an SLO, 8B shape in bfloat16, costs given, computed", [*host_memory()])
+
+
+def tell(chosen: Options, title: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    report(chosen, title, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
 
 
 def row(paper: str, what: str, peer: float, ours: float, **limit: float) -> tuple[Any, ...]:
@@ -160,7 +167,7 @@ def host_memory() -> Iterator[tuple[Any, ...]]:
         yield row("Select-N", what, equal / GIB, ours / GIB, least=1.0)
 
 
-BENCHMARKS = {"papers": Benchmark(papers)}
+BENCHMARKS = {"papers": Benchmark(papers), "host-memory": Benchmark(host_memories)}
 
 if __name__ == "__main__":
     main(__doc__, BENCHMARKS)

@@ -68,7 +68,7 @@ TRACES = {  # the suffixes of what a benchmark can be given
 }
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
-        benchmarks=("kv-growth", "decode", "calls", "prefill", "streaming", "slo", "peak"),
+        benchmarks=("kv-growth", "decode", "calls", "prefill", "streaming", "slo", "host-memory", "peak"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
