@@ -38,10 +38,7 @@ from ballonet.offload.policy.step_costs import Parts
 
 OURS, FLOOR = "fast", "unlimited"
 PEERS: Final = ("split", "swap", "recompute", "pie")
-ABLATIONS: Final = (
-    *("no-turns", "lru", "uncapped", "one-slot", "two-slots", "no-restoring", "weights-fixed"),
-    *("activations-apart", "no-buffer"),
-)
+ABLATIONS: Final = (*("no-turns", "no-return", "no-once", "weights-fixed", "activations-apart", "no-buffer"),)
 SLOS: Final = 4.0, 0.2  # seconds to the first token, and of each gap, that goodput counts by; no request asks for them
 ANSWERED = 0.99  # of the requests, by a peer that is compared
 SEEDS: Final = (1, 2, 3)

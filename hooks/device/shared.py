@@ -162,7 +162,16 @@ class Share:
             "floor": self.floor,
             "priority": self.priority,
             "rested": rested if math.isfinite(rested) else None,
+            "prices": self._prices(),
         }
+
+    def _prices(self) -> list[tuple[int, float]]:
+        """What it would give next, see Sharer: free pages cost nothing."""
+        device, page = self._runtime.device, self._runtime.device.page_size
+        manager = managers.known(self._runtime)
+        free = device.available * page + device.snapshot()["heap"]["cached"]
+        listed = [] if manager is None else manager.reclaim.prices()
+        return [(free, 0.0), *((pages * page, price / page) for pages, price in listed)]
 
     def give(self, nbytes: int, patience: float) -> None:
         """Lowers the part to so many bytes, or as near as it can within `patience` seconds. BudgetInUse where that is

@@ -83,6 +83,18 @@ class ReclaimList:
                 self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
             )
 
+    def prices(self) -> list[tuple[int, float]]:
+        """(pages, seconds that each of these loses in each second while it is away) of what may be taken, in the order
+        of taking. What costs less than twice as much as what comes before it is told with that."""
+        steps, horizon = list[tuple[int, float]](), self._known.horizon
+        for candidate in self.candidates():
+            price = candidate.price.over(horizon)
+            if steps and price < 2 * steps[-1][1]:
+                steps[-1] = steps[-1][0] + candidate.pages, steps[-1][1]
+            else:
+                steps.append((candidate.pages, price))
+        return steps
+
     def publish(self) -> None:
         """Publishes the list if it is out of date, and starts the copies that it calls for. See overview.py, Note
         [Locks]."""

@@ -287,7 +287,7 @@ def test_switches_change_what_is_decided(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("BALLONET_TURN", "0")
     burst = dealt([RecordedArrival(0.02 * n, 200, 24) for n in range(18)], 2)
     logs: dict[str, list[Decision]] = {}
-    for policy in ("fast", "uncapped", "weights-fixed", "activations-apart", "no-buffer"):
+    for policy in ("fast", "no-return", "weights-fixed", "activations-apart", "no-buffer"):
         logs[policy] = []
         figures = simulated(policy, replace(machine(84, host=256), link=200.0 * MIB), *burst, log=logs[policy])
         assert figures["failed"] == 0
