@@ -1,4 +1,4 @@
-"""Which layers of one model are resident and which stream, from one iteration to the next: the model's side of what the
+"""What of one model is resident and which layers stream, from one iteration to the next: the model's side of what the
 manager decides (offload/manager/memory_manager.py).
 
 Note [Between iterations]
@@ -23,11 +23,13 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...allocator.notices import warn
+from ...offload.manager.client import OUTSIDE_LAYERS
 from ...offload.manager.decision import StreamDecision
 from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.coordinator import Refusal
 from ...offload.policy.plan import Plan, streaming
+from ...offload.policy.reclaim_order import Level
 from ...offload.record.record import Point, Record
 from ..device import graphs, managers
 from ..device.managers import Giver
@@ -41,6 +43,7 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
+from .rest import Rest
 from .steps_alike import StepsAlike
 from .streamed import Streaming
 
@@ -48,7 +51,7 @@ _NONE: Final[Mapping[str, Any]] = {}
 
 
 class ModelResidency:
-    """The residency of one model's layers, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
+    """The residency of one model's weights, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class ModelResidency:
             manager.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
+        self.rest = Rest(model, weights, manager)
         self.captured = Captured(
             model, weights, pace, manager, self.arrangement, self._prepare_capture, self._replanned
         )
@@ -92,6 +96,7 @@ class ModelResidency:
         self._turns = turns
         self._tuning = manager.tuning.weights
         self._patience = 0
+        self._rest_patience = 0  # the same for what lies outside of layers
         # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
         # their pages go to the layers' own addresses? One with gradients reads those, so it does not wait.
         self.settling = False
@@ -103,6 +108,10 @@ class ModelResidency:
     @property
     def plan(self) -> Plan:
         return self.arrangement.plan
+
+    @property
+    def outside(self) -> int:
+        return 0 if self.captured.reads else self.rest.pages
 
     @property
     def floor(self) -> int:
@@ -119,8 +128,10 @@ class ModelResidency:
     def running(self) -> bool:
         return self._weights.group.leases > self._turns.leases
 
-    def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer in self.arrangement.in_graphs or layer in self.arrangement.dropped or self._turns.sections:
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        layer = None if index == OUTSIDE_LAYERS else index
+        captured = self.captured.reads if layer is None else layer in self.arrangement.in_graphs
+        if captured or layer in self.arrangement.dropped or self._turns.sections:
             return None
         parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
@@ -159,6 +170,8 @@ class ModelResidency:
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
             if decision is not self.alike.decision:
+                if self.rest.look() and self._bring_rest(kwargs):
+                    decision = self._manager.before(self, point)  # by what is left now
                 self._arrange(decision)
         if (
             self._governed
@@ -293,6 +306,11 @@ class ModelResidency:
         else:
             self._manager.remove(self)
 
+    @property
+    def resumes(self) -> bool:
+        """Would `resume` have the manager change the residency?"""
+        return self._was_governed or self._governed
+
     def resume(self) -> None:
         """Undoes `stop`: the manager changes the residency again, if it did before."""
         if self._was_governed and not self._governed:
@@ -325,14 +343,42 @@ class ModelResidency:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
-        if self.arrangement.has_arranged(decision.plan):
+        if self.arrangement.has_arranged(decision.plan) and not self.rest.on_host:
             self.alike.decision = decision
+
+    def _bring_rest(self, call: Mapping[str, Any]) -> bool:
+        """Brings back what lies outside of layers, if that can be done now. `call`: the keywords of the forward that
+        begins. Has anything moved? See rest.py."""
+        if self._rest_patience:
+            self._rest_patience -= 1
+            return False
+        if self.settling or self.captured.reads or not self.alone or self._turns.sections:
+            return False
+        manager, began = self._manager, self._manager.clock()
+        try:
+            with self.captured.lock, self.streaming.revealing:
+                pages = self.rest.bring(call)
+        except WeightsFileChanged:
+            raise
+        except (PoolExhausted, ManageError):
+            self._rest_patience = self._tuning.again  # it is read on the host
+            return True
+        if pages:
+            manager.pages.went_back()
+            seconds = manager.link.page_seconds
+            predicted, took = None if seconds is None else pages * seconds, manager.clock() - began
+            label = Level.IDLE_WEIGHTS.label
+            manager.events.decided(label, "restore", pages, what=self.name, predicted=predicted, measured=took)
+        return pages > 0
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
             back = self._weights.ring.own.back
-            if back and not self.captured.runs_on_this_thread and not self._turns.sections:
-                self._make_resident(sorted(back))
+            if not self.captured.runs_on_this_thread and not self._turns.sections:
+                if back:
+                    self._make_resident(sorted(back))
+                if self._governed and not self.running and self.rest.away:
+                    self.rest.bring({})
 
     def _measure_link(self) -> None:
         """Measures the link, now and then until it succeeds; see managers.py, Note [The link of a model that runs]."""

@@ -4,13 +4,14 @@ candidates, plans and pages out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from ..policy.plan import Plan
-from ..policy.price import merged, of_layers
-from ..policy.reclaim_order import Absent, Candidate, Level, above_floors, claimed, restore_order
+from ..policy.price import merged, of_layers, of_outside
+from ..policy.reclaim_order import Absent, Candidate, Level, above_floors, claimed, restore_order, weights_order
 from ..policy.remap import Model, by_level, of_layer, restore
-from .client import INDICES_PER_SPLIT
+from .client import INDICES_PER_SPLIT, OUTSIDE_LAYERS
 from .clients import Held, ModelState
 from .decision import Situation
 
@@ -27,7 +28,7 @@ def listed(
 
 
 def of_models(now: Situation) -> Iterator[Candidate]:
-    """Layers, in the order of remap.py, with what they cost."""
+    """Layers, in the order of remap.py, and behind them what idle models have outside of them, with what they cost."""
     states = {state.name: state for state in now.states if state.auto and not state.held}
     models = {name: now.model(state) for name, state in states.items()}
     gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
@@ -37,11 +38,26 @@ def of_models(now: Situation) -> Iterator[Candidate]:
     )
     if not now.prices.on:
         yield from offered
+    else:
+        by_number = {state.number: state for state in states.values()}
+        for sequence in _by_client(offered):
+            state = by_number[sequence[0].client]
+            yield from _priced(now, state, models[state.name], sequence)
+    for model in sorted(models.values(), key=lambda model: weights_order(model, Fraction())):
+        yield from _outside(now, states[model.name], model)
+
+
+def _outside(now: Situation, state: ModelState, model: Model) -> Iterator[Candidate]:
+    """What the model has outside of layers, while it is idle; of one with an SLO that needs it nothing."""
+    pages = 0 if model.active or state.has_slo else state.model.outside
+    if not pages:
         return
-    by_number = {state.number: state for state in states.values()}
-    for sequence in _by_client(offered):
-        state = by_number[sequence[0].client]
-        yield from _priced(now, state, models[state.name], sequence)
+    number = state.number
+    candidate = Candidate(Level.IDLE_WEIGHTS, number, OUTSIDE_LAYERS, pages, model.priority, owner=number)
+    if now.prices.on:
+        price = of_outside(model.costs, now.uses(state))
+        candidate.seconds, candidate.once, candidate.recency = price.rate, price.once * pages, model.used
+    yield candidate
 
 
 def _priced(now: Situation, state: ModelState, model: Model, layers: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -87,10 +103,12 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
 
 
 def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
-    """Device pages that models with a floor have beyond it, as far as they are known: their layers, and full pages of
+    """Device pages that models with a floor have beyond it, as far as they are known: their weights, and full pages of
     their caches."""
     spare = {
-        state.number: now.standing(state).device_pages - state.model.floor for state in now.states if state.model.floor
+        state.number: now.standing(state).device_pages + state.model.outside - state.model.floor
+        for state in now.states
+        if state.model.floor
     }
     for held in caches:
         if held.state.model in spare:

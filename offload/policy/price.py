@@ -78,6 +78,11 @@ def of_layers(
     return [(layer, Price(part * lost, costs.page_seconds)) for layer, part in zip(order, parts, strict=False)]
 
 
+def of_outside(costs: Costs, uses: float) -> Price:
+    """The price of what an idle model has outside of its layers: nothing hides its copy. `uses`: passes per second."""
+    return Price(costs.page_seconds * uses, costs.page_seconds)
+
+
 def stepped(ratio: Fraction, step: float) -> Fraction:
     """The nearest power of 1 + `step`, so that prices are worked out again only for a ratio that is off by more than
     half of that; 0: the ratio itself."""
