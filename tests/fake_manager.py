@@ -217,7 +217,10 @@ class FakeModel:
             self.changes += 1
             self.changes_made += plan != self.plan
             assert taken == self.gone
-            before, resident = self.device_pages - self.outside, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
+            before, resident = (
+                self.device_pages - self.outside,
+                {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone,
+            )
             if plan.device_pages > before:
                 assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
             self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
