@@ -161,7 +161,7 @@ class FakeModel:
         self.running = False
         self.times = {"decode": decode, "prefill": prefill}
         self.gone: set[int] = set()  # layers that were taken
-        self.outside = outside
+        self.rest = outside
         self.lacking = 0  # pages of those outside of layers that were taken
         self.changes = 0
         self.changes_made = 0
@@ -177,13 +177,13 @@ class FakeModel:
     @property
     def device_pages(self) -> int:
         """Device pages of its weights and slots."""
-        return self.plan.device_pages + self.outside - sum(self.plan.pages[layer] for layer in self.gone)
+        return self.plan.device_pages + self.rest - sum(self.plan.pages[layer] for layer in self.gone)
 
     def take(self, layer: int) -> None:
         """The core takes it."""
         if layer == OUTSIDE_LAYERS:
-            assert not self.lacking and not self.running, "it needs them"
-            self.lacking, self.outside = self.outside, 0
+            assert not self.running, "it needs them"
+            self.lacking, self.rest = self.rest, 0
             return
         assert layer not in self.gone, "it has no pages any more"
         self.gone.add(layer)
@@ -208,6 +208,9 @@ class FakeModel:
         published then."""
         return (self, [part(layer)]) if self.entries(layer) else None
 
+    def outside(self) -> int:
+        return self.rest
+
     def give_up(self, pages: int) -> int:
         return 0
 
@@ -217,10 +220,8 @@ class FakeModel:
             self.changes += 1
             self.changes_made += plan != self.plan
             assert taken == self.gone
-            before, resident = (
-                self.device_pages - self.outside,
-                {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone,
-            )
+            before = self.device_pages - self.rest
+            resident = {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
             if plan.device_pages > before:
                 assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
             self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
@@ -243,7 +244,7 @@ class FakeModel:
             if self.lacking:
                 manager.levels.make_room(self.lacking - self.device.free, Level.LAST_WEIGHTS)
                 assert self.device.free >= self.lacking
-                self.lacking, self.outside = 0, self.lacking
+                self.lacking, self.rest = 0, self.lacking
                 decision = manager.before(self, Point(phase, batch, length))
             if decision.plan != self.plan or self.gone:
                 self.arrange(manager, decision.plan)
@@ -261,7 +262,7 @@ def _gives(entry: Any) -> int:
     _, client, ((_, index, *_),) = entry
     if isinstance(client, FakeCache):
         return 1
-    return int(client.outside if index == OUTSIDE_LAYERS else client.plan.pages[index])
+    return int(client.rest if index == OUTSIDE_LAYERS else client.plan.pages[index])
 
 
 def a_manager(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballonet.offload.manager.client import OUTSIDE_LAYERS
 from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, smallest, spread, streaming
 from ballonet.offload.policy.reclaim_order import Level
 from ballonet.offload.policy.remap import Model, cap, listing, nested, reclaimable
@@ -61,6 +64,46 @@ def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: l
             assert fewest(client.plan.pages, left, client.costs.ratio) is not None
         if client.plan.pages == EQUAL and len({*client.plan.streamed, *mine, *rest}) < len(EQUAL):
             assert left == max(smallest(EQUAL), client.least)
+
+
+# -- what lies outside of layers
+
+
+def test_idle_models_give_what_lies_outside_of_layers_after_all_layers_within_their_caps() -> None:
+    """By kind: the one used last first, as with layers; and nothing of a model that runs."""
+    _, manager, clock, (a, b, c) = a_manager(150, {"outside": 7}, {"outside": 3}, {"outside": 2, "ttft": 100.0})
+    for model in (c, b, a):
+        model.step(manager)
+        clock.now += 2 * PAGES.idle
+    c.step(manager)
+    order = [(found.client, found.index, found.level) for found in manager.reclaim.candidates()]
+    outside = [(client, level) for client, index, level in order if index == OUTSIDE_LAYERS]
+    assert outside == [(1, Level.IDLE_WEIGHTS), (2, Level.IDLE_WEIGHTS)]
+    idle_layers = [n for n, (_, index, level) in enumerate(order) if level is Level.IDLE_WEIGHTS and index < 8]
+    assert max(idle_layers) < order.index((1, OUTSIDE_LAYERS, Level.IDLE_WEIGHTS))
+    clock.now += 2 * PAGES.idle
+    a.step(manager)
+    indices = [(found.client, found.index) for found in manager.reclaim.candidates()]
+    assert (3, OUTSIDE_LAYERS) not in indices, "its SLO needs it"
+    assert (1, OUTSIDE_LAYERS) not in indices, "it runs"
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(-9, 12)), max_size=30), st.integers(0, 50))
+def test_pages_outside_of_layers_are_never_lost_nor_below_a_floor(steps: list[tuple[str, int]], floor: int) -> None:
+    for by_price in (False, True):
+        tuning = replace(DEFAULT, prices=replace(DEFAULT.prices, on=by_price))
+        device, manager, clock, (a, b) = a_manager(100, {"outside": 7, "floor": floor}, {"outside": 4}, tuning=tuning)
+        for name, kv in steps:
+            clock.now += 0.4
+            model = a if name == "a" else b
+            with suppress(MemoryError):
+                model.step(manager, kv=max(kv, -device.kv))
+            assert not model.lacking, "it has all before it runs"
+            assert a.rest + a.lacking == 7
+            assert b.rest + b.lacking == 4
+            assert a.device_pages >= min(floor, 7 + smallest(EQUAL))
+            assert device.free >= 0
 
 
 # -- Oneiros: when

@@ -29,7 +29,6 @@ from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.coordinator import Refusal
 from ...offload.policy.plan import Plan, streaming
-from ...offload.policy.reclaim_order import Level
 from ...offload.record.record import Point, Record
 from ..device import graphs, managers
 from ..device.managers import Giver
@@ -86,7 +85,8 @@ class ModelResidency:
             manager.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
-        self.rest = Rest(model, weights, manager)
+        self.rest = Rest(model, weights, manager, lambda: self.captured.reads)
+        self.outside = self.rest.pages  # see ModelClient.outside
         self.captured = Captured(
             model, weights, pace, manager, self.arrangement, self._prepare_capture, self._replanned
         )
@@ -96,7 +96,6 @@ class ModelResidency:
         self._turns = turns
         self._tuning = manager.tuning.weights
         self._patience = 0
-        self._rest_patience = 0  # the same for what lies outside of layers
         # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
         # their pages go to the layers' own addresses? One with gradients reads those, so it does not wait.
         self.settling = False
@@ -108,10 +107,6 @@ class ModelResidency:
     @property
     def plan(self) -> Plan:
         return self.arrangement.plan
-
-    @property
-    def outside(self) -> int:
-        return 0 if self.captured.reads else self.rest.pages
 
     @property
     def floor(self) -> int:
@@ -130,8 +125,8 @@ class ModelResidency:
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         layer = None if index == OUTSIDE_LAYERS else index
-        captured = self.captured.reads if layer is None else layer in self.arrangement.in_graphs
-        if captured or layer in self.arrangement.dropped or self._turns.sections:
+        stays = not self.rest.pages() if layer is None else layer in self.arrangement.in_graphs
+        if stays or layer in self.arrangement.dropped or self._turns.sections:
             return None
         parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
@@ -170,8 +165,10 @@ class ModelResidency:
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
             if decision is not self.alike.decision:
-                if self.rest.look() and self._bring_rest(kwargs):
-                    decision = self._manager.before(self, point)  # by what is left now
+                if self.rest.look() and not self.settling and not self._turns.sections and self.alone:
+                    with self.captured.lock, self.streaming.revealing:
+                        if self.rest.try_to_bring(kwargs):
+                            decision = self._manager.before(self, point)  # by what is free now
                 self._arrange(decision)
         if (
             self._governed
@@ -298,18 +295,15 @@ class ModelResidency:
         """How each KV cache of the model reads its pages that are on the host."""
         return tuple(cache.streamed for _, cache in self._manager.caches_of(self))
 
-    def stop(self, *, collected: bool = False) -> None:
-        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer."""
+    def stop(self, *, collected: bool = False) -> bool:
+        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer. Did
+        the manager change the residency?"""
         self._was_governed, self._governed = self._governed, False
         if collected:
             self._manager.collected(self)
         else:
             self._manager.remove(self)
-
-    @property
-    def resumes(self) -> bool:
-        """Would `resume` have the manager change the residency?"""
-        return self._was_governed or self._governed
+        return self._was_governed
 
     def resume(self) -> None:
         """Undoes `stop`: the manager changes the residency again, if it did before."""
@@ -346,31 +340,6 @@ class ModelResidency:
         if self.arrangement.has_arranged(decision.plan) and not self.rest.on_host:
             self.alike.decision = decision
 
-    def _bring_rest(self, call: Mapping[str, Any]) -> bool:
-        """Brings back what lies outside of layers, if that can be done now. `call`: the keywords of the forward that
-        begins. Has anything moved? See rest.py."""
-        if self._rest_patience:
-            self._rest_patience -= 1
-            return False
-        if self.settling or self.captured.reads or not self.alone or self._turns.sections:
-            return False
-        manager, began = self._manager, self._manager.clock()
-        try:
-            with self.captured.lock, self.streaming.revealing:
-                pages = self.rest.bring(call)
-        except WeightsFileChanged:
-            raise
-        except (PoolExhausted, ManageError):
-            self._rest_patience = self._tuning.again  # it is read on the host
-            return True
-        if pages:
-            manager.pages.went_back()
-            seconds = manager.link.page_seconds
-            predicted, took = None if seconds is None else pages * seconds, manager.clock() - began
-            label = Level.IDLE_WEIGHTS.label
-            manager.events.decided(label, "restore", pages, what=self.name, predicted=predicted, measured=took)
-        return pages > 0
-
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
             back = self._weights.ring.own.back
@@ -378,7 +347,7 @@ class ModelResidency:
                 if back:
                     self._make_resident(sorted(back))
                 if self._governed and not self.running and self.rest.away:
-                    self.rest.bring({})
+                    self.rest.try_to_bring({})
 
     def _measure_link(self) -> None:
         """Measures the link, now and then until it succeeds; see managers.py, Note [The link of a model that runs]."""

@@ -1,10 +1,11 @@
-"""What one model has outside of its layers: embeddings, the head, towers, small tensors. It leaves the device as a whole
-while the model sleeps (sleep.py), or is idle and pages are short, and comes back before the model's next forward.
+"""What one model has outside of its layers: embeddings, the head, towers, small tensors. It leaves the device as a
+whole while the model sleeps (sleep.py), or is idle and pages are short, and comes back before the next forward.
 
 Note [Taken while idle]
-    The core takes it as it takes a layer (model_residency.py, Note [Nothing is prepared]), after the model's own layers,
-    as nothing hides its copy. Its addresses lead to the host then: who reads it is slow and right, who writes to it
-    writes to what comes back. A model that runs never gives it: its forwards would read all of the head in each step.
+    The core takes it as it takes a layer (model_residency.py, Note [Nothing is prepared]), after the model's own
+    layers, as nothing hides its copy. Its addresses lead to the host then: who reads it is slow and right, who writes
+    to it writes to what comes back. A model that runs does not offer it: each step would read all of the head on the
+    host. What the core takes shows in where the ranges lead, so that nobody has to be told.
 
 Note [Few rows]
     Embeddings and a head alone, of which a forward reads few rows, may stay for that one: these it reads on the host,
@@ -14,7 +15,7 @@ Note [Few rows]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from ...allocator._native import Range, Transfer
-from ...allocator.errors import PoolExhausted
+from ...allocator.errors import ManageError, PoolExhausted, WeightsFileChanged
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.reclaim_order import Level
 from ...offload.residency.ring import LayerPart, StreamedLayer, bring_back, live
@@ -39,12 +40,17 @@ class Rest:
     """Weights outside of layers. Moved while at most the forward that begins holds a lease on the model. `on_host`: was
     any of them there at the beginning of the last forward that looked?"""
 
-    def __init__(self, model: nn.Module, weights: Weights, manager: MemoryManager) -> None:
+    def __init__(
+        self, model: nn.Module, weights: Weights, manager: MemoryManager, captured: Callable[[], bool]
+    ) -> None:
+        """`captured`: do graphs read weights of the model? None of it moves then."""
         self.on_host = False
+        self._patience = 0  # forwards until it is tried again to bring them back
         self._waited = False  # has a forward read them on the host, as it reads few rows?
         self._name = label(model)
         self._model = weakref.ref(model)
         self._weights = weights
+        self._captured = captured
         self._manager = manager
 
     # -- on any thread
@@ -54,10 +60,13 @@ class Rest:
         """Does any of it lie on the host?"""
         return any(map(is_away, list(self._weights.ranges.get(None, ()))))
 
-    @property
     def pages(self) -> int:
-        """Device pages that it frees when it goes; 0 while any of it is away."""
-        return 0 if self.away else sum(opened.backed for opened in list(self._weights.ranges.get(None, ())))
+        """Device pages that it frees when it goes; 0 while any of it is away, or it must stay."""
+        return (
+            0
+            if self.away or self._captured()
+            else sum(opened.backed for opened in list(self._weights.ranges.get(None, ())))
+        )
 
     # -- on the thread that has the model to itself
 
@@ -98,6 +107,33 @@ class Rest:
         self.look()
         return pages
 
+    def try_to_bring(self, call: Mapping[str, Any]) -> bool:
+        """Brings it back before a forward, as `bring`; where there is no room it is read on the host, and tried again
+        later. Has anything moved? WeightsFileChanged, DriverError."""
+        if self._patience or self._captured():
+            self._patience = max(0, self._patience - 1)
+            return False
+        manager = self._manager
+        began, seconds = manager.clock(), manager.link.page_seconds
+        try:
+            pages = self.bring(call)
+        except WeightsFileChanged:
+            raise
+        except (PoolExhausted, ManageError):
+            self._patience = manager.tuning.weights.again
+            return True
+        if pages:
+            manager.pages.went_back()
+            manager.events.decided(
+                Level.IDLE_WEIGHTS.label,
+                "restore",
+                pages,
+                what=self._name,
+                predicted=None if seconds is None else pages * seconds,
+                measured=manager.clock() - began,
+            )
+        return pages > 0
+
     @property
     def missing(self) -> int:
         """Device pages that it takes to have all of it back."""
@@ -112,7 +148,7 @@ class Rest:
 
     @property
     def _left(self) -> list[StreamedLayer]:
-        """Its ranges that are on the host."""
+        """The ranges of it that are on the host."""
         return _by_range(part for part in self._weights.parts(None) if is_away(part.range))
 
     def _has_rows_only(self) -> bool:

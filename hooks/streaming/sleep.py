@@ -92,6 +92,7 @@ class Sleep:
         self._batches = caches
         self._interpreter = interpreter
         self._plan = Plan(())  # of the time before
+        self._governed = False  # did the manager change the residency then?
         self._shown: Bound | None = None  # the dictionaries of their modules
         self._touched = touched
         self._looked = False  # was it called?
@@ -127,7 +128,7 @@ class Sleep:
             self.level, self._looked = level, False
             try:
                 self._manager.retreat(self._caches)
-                residency.stop()
+                self._governed = residency.stop()
                 self._leave_layers(model, places)
                 self._leave_rest(model, places)
                 residency.streaming.on_asked = self._asked
@@ -152,7 +153,7 @@ class Sleep:
             self._weights.backings.register_files()
             residency.rest.make_room(self._plan.device_pages + residency.rest.missing)
             self._unbind()
-            residency.rest.bring(call if residency.resumes else MappingProxyType({}))
+            residency.rest.bring(call if self._governed else MappingProxyType({}))
             self._arrange()
             residency.resume()
             self.level = 0

@@ -49,7 +49,7 @@ def of_models(now: Situation) -> Iterator[Candidate]:
 
 def _outside(now: Situation, state: ModelState, model: Model) -> Iterator[Candidate]:
     """What the model has outside of layers, while it is idle; of one with an SLO that needs it nothing."""
-    pages = 0 if model.active or state.has_slo else state.model.outside
+    pages = 0 if model.active or state.has_slo else state.model.outside()
     if not pages:
         return
     number = state.number
@@ -106,7 +106,7 @@ def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
     """Device pages that models with a floor have beyond it, as far as they are known: their weights, and full pages of
     their caches."""
     spare = {
-        state.number: now.standing(state).device_pages + state.model.outside - state.model.floor
+        state.number: now.standing(state).device_pages + state.model.outside() - state.model.floor
         for state in now.states
         if state.model.floor
     }

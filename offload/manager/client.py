@@ -102,11 +102,6 @@ class ModelClient(Client, Protocol):
         that the core took since count as resident."""
 
     @property
-    def outside(self) -> int:
-        """Device pages of its weights that lie outside of layers, which may go while it is idle, all at once
-        (`OUTSIDE_LAYERS`); 0 where they have gone, or must stay."""
-
-    @property
     def interval(self) -> int | Literal["auto"] | None: ...
     @property
     def tpot_slo(self) -> float | None:
@@ -136,6 +131,10 @@ class ModelClient(Client, Protocol):
     @property
     def timings(self) -> IterationTimes:
         """What its iterations take."""
+
+    def outside(self) -> int:
+        """Returns the device pages of its weights outside of layers, which may go while it is idle, all at once
+        (`OUTSIDE_LAYERS`); 0 where they have gone, or must stay. Called under the manager's lock; must not wait."""
 
     def wanted_until(self) -> float | None:
         """Until when requests need it, on the manager's clock: infinity while whoever schedules them has some, else

@@ -1,4 +1,4 @@
-"""What an idle model has outside of its layers: it goes where its layers are not enough, and comes back when it runs."""
+"""What an idle model has outside of its layers goes where those are not enough, and comes back when it runs."""
 
 from __future__ import annotations
 
