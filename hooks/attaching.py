@@ -96,12 +96,12 @@ def attach_pieces(
     from .pieces import calls
     from .pieces.runner import PieceRunner
 
-    streaming, local_layers = residency.streaming, forwards.local_layers
+    streaming, rest, local_layers = residency.streaming, residency.rest, forwards.local_layers
     runner = PieceRunner(
         model,
         device,
         managers.of(device),
-        lambda: streaming.bound if local_layers.span is None else None,
+        lambda: streaming.bound if local_layers.span is None and not rest.on_host else None,
         forwards.between_layers,
         pace,
         options.priority,

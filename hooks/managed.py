@@ -380,8 +380,7 @@ class Managed:
             with lock:
                 if self._released:
                     raise ManageError(f"this {self._name} is {_end_of(self)}, and managed no more")
-                if self._sleep.pending:
-                    self._sleep.end()
+                self._sleep.end()
                 if self._behind or self._follower.pending:
                     self._behind = True
                     self._residency.change(partial(self._catch_up, model))
@@ -410,7 +409,7 @@ class Managed:
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called at the beginning of an outermost forward, under its lease."""
-        if self._sleep.pending and not self._pace.capturing():
+        if self._sleep.level and not self._pace.capturing():
             with lock:
                 if self._residency.alone:
                     self._sleep.end(kwargs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ballonet.allocator._native import Range
-from ballonet.offload.manager.client import KEYS_PER_CLIENT, Offer, PageClient
+from ballonet.offload.manager.client import KEYS_PER_CLIENT, OUTSIDE_LAYERS, Offer, PageClient
 from ballonet.offload.manager.decision import StreamDecision
 from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
 from ballonet.offload.policy.plan import Costs, Plan
@@ -90,6 +90,13 @@ class FakeDevice:
         pages, self._taken = self._taken, []
         return pages
 
+    def take(self, keys: list[int], pages: int | None = None) -> int:
+        """As the core does it when asked for certain entries."""
+        before = self.free
+        for entry in [entry for entry in self.listed if entry[0] in keys]:
+            self._take(entry)
+        return self.free - before
+
     def withdraw(self, keys: list[int]) -> None:
         self.listed = [entry for entry in self.listed if entry[0] not in keys]
 
@@ -105,15 +112,17 @@ class FakeDevice:
         if self.free + sum(map(_gives, free)) < pages:
             return False
         while self.free < pages:
-            entry = free.pop(0)
-            self.listed.remove(entry)
-            key, client, ((_, index, *_),) = entry
-            before = self.free
-            client.take(index)
-            assert self.free == before + _gives(entry) > before
-            self._taken.append((0, key, self.free - before))
-            self.trace.append((client.name, index))
+            self._take(free.pop(0))
         return True
+
+    def _take(self, entry: Any) -> None:
+        self.listed.remove(entry)
+        key, client, ((_, index, *_),) = entry
+        before, gives = self.free, _gives(entry)
+        client.take(index)
+        assert self.free == before + gives > before
+        self._taken.append((0, key, gives))
+        self.trace.append((client.name, index))
 
     def grow(self, pages: int, asking: FakeModel | None = None) -> bool:
         """The caches get so many pages more, or none."""
@@ -141,6 +150,7 @@ class FakeModel:
         floor: int = 0,
         decode: float | None = 0.02,
         prefill: float | None = 0.03,
+        outside: int = 0,
     ) -> None:
         self.device = device
         self.name = name
@@ -154,6 +164,8 @@ class FakeModel:
         self.running = False
         self.times = {"decode": decode, "prefill": prefill}
         self.gone: set[int] = set()  # layers that were taken
+        self.rest = outside
+        self.lacking = 0  # pages of those outside of layers that were taken
         self.changes = 0
         self.changes_made = 0
         self.asked = 0
@@ -167,11 +179,15 @@ class FakeModel:
 
     @property
     def device_pages(self) -> int:
-        """Device pages of its layers and slots."""
-        return self.plan.device_pages - sum(self.plan.pages[layer] for layer in self.gone)
+        """Device pages of its weights and slots."""
+        return self.plan.device_pages + self.rest - sum(self.plan.pages[layer] for layer in self.gone)
 
     def take(self, layer: int) -> None:
         """The core takes it."""
+        if layer == OUTSIDE_LAYERS:
+            assert not self.running, "it needs them"
+            self.lacking, self.rest = self.rest, 0
+            return
         assert layer not in self.gone, "it has no pages any more"
         self.gone.add(layer)
 
@@ -195,6 +211,9 @@ class FakeModel:
         published then."""
         return (self, [part(layer)]) if self.entries(layer) else None
 
+    def outside(self) -> int:
+        return self.rest
+
     def give_up(self, pages: int) -> int:
         return 0
 
@@ -204,7 +223,8 @@ class FakeModel:
             self.changes += 1
             self.changes_made += plan != self.plan
             assert taken == self.gone
-            before, resident = self.device_pages, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
+            before = self.device_pages - self.rest
+            resident = {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
             if plan.device_pages > before:
                 assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
             self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
@@ -227,6 +247,11 @@ class FakeModel:
             manager.changed(self)
         try:
             decision = manager.before(self, Point(phase, batch, length))
+            if self.lacking:
+                manager.sources.make_room(self.lacking - self.device.free, running=True)
+                assert self.device.free >= self.lacking
+                self.lacking, self.rest = 0, self.lacking
+                decision = manager.before(self, Point(phase, batch, length))
             if decision.plan != self.plan or self.gone:
                 self.arrange(manager, decision.plan)
             self.decisions.append(decision)
@@ -245,7 +270,9 @@ class FakeModel:
 
 def _gives(entry: Any) -> int:
     _, client, ((_, index, *_),) = entry
-    return 1 if isinstance(client, FakeCache) else int(client.plan.pages[index])
+    if isinstance(client, FakeCache):
+        return 1
+    return int(client.rest if index == OUTSIDE_LAYERS else client.plan.pages[index])
 
 
 def a_manager(

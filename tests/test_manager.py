@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballonet.offload.manager.client import OUTSIDE_LAYERS
 from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, smallest, spread
 from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.policy.tuning import DEFAULT
@@ -18,6 +20,43 @@ from .fake_manager import EQUAL, LINK, a_manager, keys, trace
 from .oneiros import cap
 
 PAGES = DEFAULT.pages
+
+# -- what lies outside of layers
+
+
+def test_idle_models_give_what_lies_outside_of_layers_after_their_layers() -> None:
+    """And nothing of a model that runs, or whose SLO needs it."""
+    _, manager, clock, (a, b, c) = a_manager(150, {"outside": 7}, {"outside": 3}, {"outside": 2, "ttft": 100.0})
+    for model in (c, b, a):
+        model.step(manager)
+        clock.now += 2 * PAGES.idle
+    c.step(manager)
+    order = [(candidate.client, candidate.index) for candidate in manager.reclaim.candidates()]
+    for client in (1, 2):
+        last = max(place for place, (owner, index) in enumerate(order) if owner == client and index < 8)
+        assert order.index((client, OUTSIDE_LAYERS)) > last
+    clock.now += 2 * PAGES.idle
+    a.step(manager)
+    indices = [(candidate.client, candidate.index) for candidate in manager.reclaim.candidates()]
+    assert (3, OUTSIDE_LAYERS) not in indices, "its SLO needs it"
+    assert (1, OUTSIDE_LAYERS) not in indices, "it runs"
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(-9, 12)), max_size=30), st.integers(0, 50))
+def test_pages_outside_of_layers_are_never_lost_nor_below_a_floor(steps: list[tuple[str, int]], floor: int) -> None:
+    device, manager, clock, (a, b) = a_manager(100, {"outside": 7, "floor": floor}, {"outside": 4})
+    for name, kv in steps:
+        clock.now += 0.4
+        model = a if name == "a" else b
+        with suppress(MemoryError):
+            model.step(manager, kv=max(kv, -device.kv))
+        assert not model.lacking, "it has all before it runs"
+        assert a.rest + a.lacking == 7
+        assert b.rest + b.lacking == 4
+        assert a.device_pages >= min(floor, 7 + smallest(EQUAL))
+        assert device.free >= 0
+
 
 # -- Oneiros: when
 

@@ -160,11 +160,13 @@ class Arrangement:
         self.in_graphs = layers
         self._plan_of(self.plan.streamed, self.plan.slots)
 
-    def entry(self, layer: int) -> list[Any]:
-        """The parts of a resident layer for `Device.publish`; none where it has not come back yet."""
-        if layer in self._weights.ring.own.coming:
+    def entry(self, layer: int | None) -> list[Any]:
+        """The parts of a resident layer, with None of what is in no layer, for `Device.publish`; none where it has not
+        come back yet."""
+        own = self._weights.ring.own
+        if layer in own.coming:
             return []
-        return self._weights.ring.own.offer(layer) or [
+        return (own.offer(layer) if layer is not None else []) or [
             (part.range, first, count, part.backing.pages, first, [])
             for part in self._weights.parts(layer)
             for first, count in spans(part)

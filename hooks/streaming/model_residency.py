@@ -1,4 +1,4 @@
-"""Which layers of one model are resident and which stream, from one iteration to the next: the model's side of what the
+"""What of one model is resident and which layers stream, from one iteration to the next: the model's side of what the
 manager decides (offload/manager/memory_manager.py).
 
 Note [Between iterations]
@@ -23,6 +23,7 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...allocator.notices import warn
+from ...offload.manager.client import OUTSIDE_LAYERS
 from ...offload.manager.decision import StreamDecision
 from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
@@ -41,6 +42,7 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
+from .rest import Rest
 from .steps_alike import StepsAlike
 from .streamed import Streaming
 
@@ -48,7 +50,7 @@ _NONE: Final[Mapping[str, Any]] = {}
 
 
 class ModelResidency:
-    """The residency of one model's layers, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
+    """The residency of one model's weights, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
 
     def __init__(
         self,
@@ -83,6 +85,8 @@ class ModelResidency:
             manager.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
+        self.rest = Rest(model, weights, manager, lambda: self.captured.reads)
+        self.outside = self.rest.pages  # see ModelClient.outside
         self.captured = Captured(
             model, weights, pace, manager, self.arrangement, self._prepare_capture, self._replanned
         )
@@ -119,8 +123,10 @@ class ModelResidency:
     def running(self) -> bool:
         return self._weights.group.leases > self._turns.leases
 
-    def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer in self.arrangement.in_graphs or layer in self.arrangement.dropped or self._turns.sections:
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        layer = None if index == OUTSIDE_LAYERS else index
+        stays = not self.rest.pages() if layer is None else layer in self.arrangement.in_graphs
+        if stays or layer in self.arrangement.dropped or self._turns.sections:
             return None
         parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
@@ -160,6 +166,10 @@ class ModelResidency:
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
             if decision is not self.alike.decision:
+                if self.rest.look() and not self.settling and not self._turns.sections and self.alone:
+                    with self.captured.lock, self.streaming.revealing:
+                        if self.rest.try_to_bring(kwargs):
+                            decision = self._manager.before(self, point)  # by what is free now
                 self._arrange(decision)
         if (
             self._governed
@@ -275,13 +285,15 @@ class ModelResidency:
         """How each KV cache of the model reads its pages that are on the host."""
         return tuple(cache.streamed for _, cache in self._manager.caches_of(self))
 
-    def stop(self, *, collected: bool = False) -> None:
-        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer."""
+    def stop(self, *, collected: bool = False) -> bool:
+        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer. Did
+        the manager change the residency?"""
         self._was_governed, self._governed = self._governed, False
         if collected:
             self._manager.collected(self)
         else:
             self._manager.remove(self)
+        return self._was_governed
 
     def resume(self) -> None:
         """Undoes `stop`: the manager changes the residency again, if it did before."""
@@ -315,14 +327,17 @@ class ModelResidency:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
-        if self.arrangement.has_arranged(decision.plan):
+        if self.arrangement.has_arranged(decision.plan) and not self.rest.on_host:
             self.alike.decision = decision
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
             back = self._weights.ring.own.back
-            if back and not self.captured.runs_on_this_thread and not self._turns.sections:
-                self._make_resident(sorted(back))
+            if not self.captured.runs_on_this_thread and not self._turns.sections:
+                if back:
+                    self._make_resident(sorted(back))
+                if self._governed and not self.running and self.rest.away:
+                    self.rest.try_to_bring({})
 
     def _measure_link(self) -> None:
         """Measures the link, now and then until it succeeds; see managers.py, Note [The link of a model that runs]."""

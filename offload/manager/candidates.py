@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..policy import giving
-from ..policy.price import Price
-from ..policy.reclaim_order import Candidate, above_floors, claimed, ordered
-from .client import INDICES_PER_SPLIT
+from ..policy.price import Price, of_outside
+from ..policy.reclaim_order import Candidate, PageSource, above_floors, claimed, ordered
+from .client import INDICES_PER_SPLIT, OUTSIDE_LAYERS
 from .clients import Held
 from .decision import Situation
 
@@ -25,12 +25,24 @@ def listed(
 
 
 def of_models(now: Situation) -> Iterator[Candidate]:
-    """Layers, those of each model in the order of giving.py, with what they cost."""
+    """Layers, those of each model in the order of giving.py, and behind them what idle models have outside of them."""
     for state in now.states:
         if state.auto and not state.held:
             gone = {*state.model.plan.streamed, *state.taken}
             uses, hidden, step = now.uses(state), now.prices.hidden, now.prices.step
             yield from giving.candidates(now.model(state), state.number, gone, uses, hidden, step)
+            if state.number not in now.active and not state.has_slo and (pages := state.model.outside()):
+                costs, _ = now.costs(state, state.last["prefill"])
+                yield Candidate(
+                    PageSource.IDLE_WEIGHTS,
+                    state.number,
+                    OUTSIDE_LAYERS,
+                    pages,
+                    of_outside(costs, uses),
+                    priority=state.model.priority,
+                    recency=state.used,
+                    owner=state.number,
+                )
 
 
 def _of_cache(now: Situation, held: Held) -> list[Candidate]:
@@ -66,10 +78,12 @@ def _of_cache(now: Situation, held: Held) -> list[Candidate]:
 
 
 def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
-    """Device pages that models with a floor have beyond it, as far as they are known: their layers, and full pages of
+    """Device pages that models with a floor have beyond it, as far as they are known: their weights, and full pages of
     their caches."""
     spare = {
-        state.number: now.standing(state).device_pages - state.model.floor for state in now.states if state.model.floor
+        state.number: now.standing(state).device_pages + state.model.outside() - state.model.floor
+        for state in now.states
+        if state.model.floor
     }
     for held in caches:
         if held.state.model in spare:

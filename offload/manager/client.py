@@ -1,7 +1,7 @@
 """The contract between the manager and its clients: owners of pages that may be taken, and are restored
 when there is room.
 
-`Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the layers of a
+`Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the weights of a
 managed model, the manager decides which stream, as layers must be spread evenly over an iteration (candidates.py). A
 `PageClient` says itself what it offers, and in which order. There are two: a KV cache (kv_client.py), which also holds
 cached prefixes and kept recurrent states, and the pages of batched requests (hooks/batching/pages.py).
@@ -42,6 +42,7 @@ from ..record.record import Point
 from .kv_read_plan import Streamed
 
 KEYS_PER_CLIENT: Final = 2**20  # a key of the reclaim list is a client's number times this, and an index
+OUTSIDE_LAYERS: Final = KEYS_PER_CLIENT - 1  # the index of what a model has outside of its layers
 INDICES_PER_SPLIT: Final = 2**16  # offers have lower ones; a further candidate made of one has an index higher by this
 
 
@@ -93,7 +94,7 @@ class IterationTimes(Protocol):
 
 
 class ModelClient(Client, Protocol):
-    """The layers of a managed model. `entry` is called on threads that run a model."""
+    """The weights of a managed model. `entry` is called on threads that run a model."""
 
     @property
     def plan(self) -> Plan:
@@ -134,6 +135,10 @@ class ModelClient(Client, Protocol):
     @property
     def timings(self) -> IterationTimes:
         """What its iterations take."""
+
+    def outside(self) -> int:
+        """Returns the device pages of its weights outside of layers, which may go while it is idle, all at once
+        (`OUTSIDE_LAYERS`); 0 where they have gone, or must stay. Called under the manager's lock; must not wait."""
 
     def wanted_until(self) -> float | None:
         """Until when requests need it, on the manager's clock: infinity while whoever schedules them has some, else

@@ -38,7 +38,7 @@ from ..policy.reclaim_order import Candidate
 from ..policy.tuning import DEFAULT, WeightPlans
 from ..record.record import Phase, Point
 from .activity import Activity, Progress
-from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, Client, ModelClient, Offer, PageClient
+from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, OUTSIDE_LAYERS, Client, ModelClient, Offer, PageClient
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 
@@ -169,8 +169,8 @@ class ModelState(ClientState):
         return self.model
 
     def keys(self) -> list[int]:
-        """The keys of all its layers."""
-        return [self.key(layer) for layer in range(len(self.model.plan.pages))]
+        """The keys of all that it may offer."""
+        return [self.key(index) for index in (*range(len(self.model.plan.pages)), OUTSIDE_LAYERS)]
 
     def costs_at(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
         """Returns (costs of such an iteration, are they measured)."""
@@ -423,9 +423,10 @@ class Clients:
     # -- what they have
 
     def took(self, number: int, index: int, now: float) -> None:
-        """The core took a layer of a model, or an offer of a page client."""
+        """The core took a layer of a model, or an offer of a page client. What lies outside of layers shows by itself
+        that it was taken."""
         for state in (*self.by_model.values(), *self._paged.values()):
-            if state.number == number:
+            if state.number == number and index != OUTSIDE_LAYERS:
                 state.taken.add(index)
                 state.left = now if state.left is None else state.left
 

@@ -90,6 +90,11 @@ def of_layers(
     ]
 
 
+def of_outside(costs: Costs, uses: float) -> Price:
+    """The price of what an idle model has outside of its layers: nothing hides its copy. `uses`: passes per second."""
+    return Price(costs.page_seconds * uses, costs.page_seconds)
+
+
 def stepped(value: Fraction, step: float) -> Fraction:
     """The nearest power of 1 + `step`, so that prices are worked out again only for a value that is off by more than
     half of that; 0: the value itself."""

@@ -20,7 +20,9 @@ from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.device import managers
 from ballonet.hooks.device.graphs import why_short
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.offload.manager.client import OUTSIDE_LAYERS
 from ballonet.offload.policy.plan import spread, streaming
+from ballonet.offload.policy.reclaim_order import Level
 
 from .. import graphs
 from ..models import build
@@ -485,3 +487,33 @@ def test_a_step_that_is_captured_reads_the_cache_that_was_there(model: Any, orig
         gc.collect()
         device.reap(wait=True)
         assert device.snapshot()["pages"]["kv"] == 0
+
+
+def test_what_a_graph_reads_outside_of_layers_stays_until_it_is_reset(model: Any, manager: Any) -> None:
+    with ballonet.manage(model) as managed:
+        expected = logits(model)
+        manager.clock.now += 5
+        assert OUTSIDE_LAYERS in [found.index for found in manager.reclaim.candidates()]
+        hidden = torch.ones(1, model.config.hidden_size)
+        captured = Captured(lambda: model.lm_head(hidden))
+        manager.clock.now += 5
+        assert OUTSIDE_LAYERS not in [found.index for found in manager.reclaim.candidates()]
+        assert managed._residency.entry(OUTSIDE_LAYERS) is None
+        assert torch.equal(captured.replay(), captured.replay())
+        captured.graph.reset()
+        assert OUTSIDE_LAYERS in [found.index for found in manager.reclaim.candidates()]
+        assert torch.equal(logits(model), expected)
+
+
+def test_what_lies_outside_of_layers_is_back_before_a_capture(model: Any, manager: Any) -> None:
+    with ballonet.manage(model) as managed:
+        logits(model)
+        manager.clock.now += 5
+        assert manager.levels.reclaim(Level.IDLE_WEIGHTS, BUDGET // PAGE) > 0
+        assert managed._residency.rest.away
+        hidden = torch.ones(1, model.config.hidden_size)
+        with install.stock():
+            expected = functional.linear(hidden, model.lm_head.weight)
+        captured = Captured(lambda: model.lm_head(hidden))
+        assert not managed._residency.rest.away
+        assert torch.allclose(captured.replay(), expected)
