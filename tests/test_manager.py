@@ -25,7 +25,7 @@ PAGES = DEFAULT.pages
 
 
 def test_idle_models_give_what_lies_outside_of_layers_after_their_layers() -> None:
-    """And nothing of a model that runs, or whose SLO needs it."""
+    """Nothing is given of a model that runs, or whose SLO needs it."""
     _, manager, clock, (a, b, c) = a_manager(150, {"outside": 7}, {"outside": 3}, {"outside": 2, "ttft": 100.0})
     for model in (c, b, a):
         model.step(manager)
@@ -197,7 +197,7 @@ def test_layers_taken_are_arranged_before_the_next_iteration() -> None:
 
 
 def test_layers_given_back_leave_room_for_the_next_tokens() -> None:
-    device, manager, clock, (a,) = a_manager(64, {"pages": (8,) * 8, "decode": 1.0})
+    device, manager, clock, (a,) = a_manager(64, {"pages": (8,) * 8, "decode": 0.004})
     a.step(manager, kv=16)
     a.step(manager)
     assert a.device_pages == 48

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -76,6 +77,11 @@ class RequestMemory:
             return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
         return None
 
+    @property
+    def lacking(self) -> int:
+        """Pages that the activations of the next step take beside those that lie idle in the heap."""
+        return max(0, self._needed - self.idle) // self._cache.on.page_size
+
     def make_room(self, admission: Admission) -> None:
         """Frees pages of idle KV before new KV takes idle pages of the heap. Activations use the latter in each step
         and would have to map them again, so the heap keeps twice what they are estimated to take, or what it had for
@@ -103,6 +109,13 @@ class RequestMemory:
     def relax_reserve(self) -> None:
         """Keeps half as much free beside the plain reserve from now on."""
         self.extra_reserve //= 2
+
+
+def pages_lacking(memory: weakref.ref[RequestMemory]) -> int:
+    """Pages that the activations of the next step take beside those that lie idle in the heap; 0 once the loop of this
+    memory is gone."""
+    now = memory()
+    return 0 if now is None else now.lacking
 
 
 def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ..measure.pace import packed
 from ..measure.timings import Latencies, RequestTimes
 from ..sampling.carried import is_scored
 from .cache import ElasticPagedCache
-from .memory import RequestMemory
+from .memory import RequestMemory, pages_lacking
 from .repeated import RepeatedSteps
 from .selection import RequestSLOs, Selected, Selection
 from .step_times import StepTimes
@@ -83,7 +84,7 @@ class ElasticScheduler(Scheduler):
         self.place = PlaceInTurns(cache, self.slos)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
-        cache.pages.client.lacking = self._lacking
+        cache.pages.client.lacking = partial(pages_lacking, weakref.ref(memory))
         cache.model.scheduled_by(self)
 
     def reset(self) -> None:
@@ -235,10 +236,6 @@ class ElasticScheduler(Scheduler):
             candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
         ]
 
-    def _lacking(self) -> int:
-        """Pages that the activations of the next step take beside those that lie idle in the heap."""
-        return max(0, self._needed - self.memory.idle) // self.cache.on.page_size
-
     def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
         repeats, self._repeats = self._repeats, False
@@ -277,8 +274,8 @@ class ElasticScheduler(Scheduler):
 
     @property
     def _streams(self) -> bool:
-        """Do layers stream for want of pages?"""
-        return self.cache.model.lends(0).copied > 0
+        """Do layers stream, or is KV read on the host, for want of pages?"""
+        return self.cache.model.lends(0).copied > 0 or self.cache.pages.client.displaced > 0
 
     def _trim(self) -> None:
         """Gives back idle pages of the heap, when the last request has ended or admission.py says so. The heap keeps

@@ -203,6 +203,11 @@ class PageClient(ABC):
         return self.displaced
 
     @property
+    def resting(self) -> int:
+        """Pages on the device that nobody reads for now, though others of the client's."""
+        return 0
+
+    @property
     def displaced_on_peer(self) -> int:
         """Displaced pages that lie on the peer."""
         return 0

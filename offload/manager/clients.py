@@ -235,14 +235,16 @@ class PageState(ClientState):
     def client(self) -> PageClient | None:
         return self.paged()
 
+    def notice(self, away: int) -> None:
+        """Notes how many pages are away. What was taken since the last iteration has been waited for by none."""
+        part = min(1.0, self.away / away) if away else 0.0
+        self.waited, self.copied, self.away = self.waited * part, self.copied * part, away
+
     def reads(self, client: PageClient, page_seconds: float) -> None:
-        """Notes that an iteration reads what is away. What was taken since the last has been read by none before."""
-        away, before = client.displaced, self.away
-        if away:
-            read, streamed, part = client.read_displaced * page_seconds, client.streamed, min(1.0, before / away)
-            waits = read if streamed.way is Way.ZERO_COPY else streamed.exposed
-            self.waited, self.copied = self.waited * part + waits / away, self.copied * part + read / away
-        self.away = away
+        """Notes that an iteration reads what is away."""
+        read, streamed = client.read_displaced * page_seconds, client.streamed
+        waits = read if streamed.way is Way.ZERO_COPY else streamed.exposed
+        self.waited, self.copied = self.waited + waits / self.away, self.copied + read / self.away
 
     def last_use(self, now: float) -> float:
         client = self.paged()

@@ -282,8 +282,8 @@ class MemoryManager:
 
     def restorable_pages(self, number: int, leaving: int = 0) -> int:
         """Pages that the cache may bring back from the host now, on the thread that is about to use it, between two
-        iterations: once those before have read what is away for as long as that takes. See rental.py. `leaving`: free
-        pages that the iteration itself is about to take."""
+        iterations: once those before have read what is away for as long as that takes. What nobody uses has made room
+        for them. See rental.py. `leaving`: free pages that the iteration itself is about to take. DriverError."""
         with self._known.lock:
             state = self._known.clients.numbered(number)
             cache = None if state is None else state.client()
@@ -292,15 +292,19 @@ class MemoryManager:
             self._known.drain_core_events()
             now = self.clock()
             spare = max(0, self._known.look(now) - max(self.pages.mark, leaving))
-            idle = self._known.clients.idleness.idle_pages(self._known.list.pages, now, number)
+            idle = self._known.clients.idleness.idle_pages(self._known.list.pages, now, number) + cache.resting
             page_seconds = self._known.situation(now, spare).page_seconds
-            state.reads(cache, page_seconds)
-            pages = min(state.returning, cache.displaced, spare)
+            state.notice(away := cache.displaced)
+            pages = min(state.returning, away, spare)
             price = self.tuning.prices.returns * page_seconds
-            pages = max(pages, kv_returns(state.waited, state.copied, cache.displaced, spare, idle, price))
+            pages = max(pages, kv_returns(state.waited, state.copied, away, spare, idle, price))
             if pages:
                 self._known.returned(state)
                 state.waited = state.copied = 0.0
+            elif away:
+                state.reads(cache, page_seconds)
+        if pages > spare:
+            self.sources.make_room(pages - spare)
         self.reclaim.publish()
         return pages
 

@@ -109,7 +109,7 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     [
         ("llama", 1, 30, {"num_hidden_layers": 12}),
         ("mixtral", 2, 30, {"num_hidden_layers": 4}),
-        ("gemma3_text", 6, 60, {}),
+        ("gemma3_text", 8, 60, {}),
     ],
 )
 def test_tokens_are_stocks_while_pages_move(name: str, seed: int, tokens: int, changes: dict[str, int]) -> None:

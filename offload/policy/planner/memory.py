@@ -302,7 +302,8 @@ class _Run:
         return True
 
     def rest(self) -> None:
-        """Brings back what had to leave for the prompt, as far as pages are free: KV first, which is read sooner."""
+        """Brings back what had to leave for the prompt, as far as pages are free: KV first, which is read sooner, and
+        layers where they are waited for, or all fit."""
         now = self._moments(Phase.PROMPT)[-1]
         kept = sum(max(most, self._of(at)) for most, at in zip(self._mapped, now, strict=True))
         total = self._budget.pages
@@ -313,7 +314,8 @@ class _Run:
         for state in self.models:
             model, held = state.stands(Phase.ANSWER, self._budget), state.model.plan.device_pages
             plan = fewest(model.plan.pages, held + max(0, free), model.costs.ratio, slots=model.slots)
-            if plan is not None and plan.host_pages < model.plan.host_pages:
+            waits = state.needs.judging.decode is not None and model.costs.expected(model.plan) > model.costs.seconds
+            if plan is not None and plan.host_pages < model.plan.host_pages and (waits or not plan.streamed):
                 state.model, free = replace(model, plan=plan), free + held - plan.device_pages
 
     def answer(self) -> bool:
