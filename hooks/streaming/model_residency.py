@@ -221,7 +221,7 @@ class ModelResidency:
         if record is not None:
             self.timings.record = record
             manager.link.bandwidth = record.bandwidth
-        elif manager.link.bandwidth is None and self.plan.streamed:
+        elif manager.link.bandwidth is None and (self.plan.streamed or manager.clients.models):  # either may give
             managers.measure_link(device, manager)
             device.trim()  # the memory of the measurement
         if self.options.slo:

@@ -134,7 +134,8 @@ class LoopTurns:
         busy = {seat: seat.work for seat in self.seats.values() if seat.work is not None}
         for seat in busy:
             seat.could = now if seat.until is None else seat.could
-        key = tuple((seat.number, work.runs, work.since is None, work.kv.bit_length()) for seat, work in busy.items())
+        works = ((seat.number, work.runs, work.since is None, work.kv.bit_length()) for seat, work in busy.items())
+        key = self._known.link.page_seconds, *works
         if key != self._priced:
             self._priced = key
             self._price(busy, now)

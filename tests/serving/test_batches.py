@@ -445,7 +445,7 @@ def test_loops_of_models_that_do_not_fit_take_turns_and_answer_as_stock(
     """Over a slow link, and with answers far longer than a turn: each is suspended, more than once."""
     monkeypatch.setenv("BALLONET_LINK", "20MB/s")
     monkeypatch.setenv("BALLONET_TURN", "1s")
-    tuned(clock=Clock(step=0.01), weights={"large": 2**11}, turns={"patience": 4.0})
+    tuned(clock=Clock(step=0.03), weights={"large": 2**11}, turns={"patience": 4.0})
     built = [build("llama", num_hidden_layers=12, hidden_size=128) for _ in range(2)]
     asked = prompts(3, 40)
     expected = stock(built[0], asked, 60)
@@ -464,7 +464,8 @@ def test_loops_of_models_that_do_not_fit_take_turns_and_answer_as_stock(
         for model in built:
             stack.enter_context(ballonet.manage(model))
         loops = [stack.enter_context(looping(model, 60)) for model in built]
-        names = [[loop.add_request(prompt) for prompt in asked] for loop in loops]
+        with TOGETHER:
+            names = [[loop.add_request(prompt) for prompt in asked] for loop in loops]
         for loop, its in zip(loops, names, strict=True):
             outputs = {(output := loop.get_result(timeout=600)).request_id: output for _ in its}
             assert [outputs[name].generated_tokens for name in its] == [answer.tokens for answer in expected]
