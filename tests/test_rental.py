@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.plan import fewest
-from ballonet.offload.policy.rental import change, threshold
+from ballonet.offload.policy.price import horizon_after
+from ballonet.offload.policy.rental import change, kv_returns, threshold
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .fake_manager import EQUAL, a_manager
 
@@ -56,6 +58,40 @@ def test_on_a_square_wave_of_any_period_it_keeps_to_that(period: int, pages: int
     fixed = min(sum(used != kept for used in wave) for kept in "ab")
     assert total + moved <= 3 * fixed + exchange
     assert moved <= total / 2
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.booleans())
+def test_kv_comes_back_once_it_has_cost_that_and_no_more_than_there_is_room_for(
+    away: int, spare: int, idle: int, hides: bool
+) -> None:
+    """Each iteration reads all that is away, a second of the link for each page; `hides`: nobody waits for it."""
+    read, moved = 0, 0
+    for _ in range(20):
+        moved = kv_returns(0.0 if hides else read, read, away, spare, idle, 1.0)
+        if moved:
+            break
+        read += 1
+    assert moved <= min(away, spare + idle)
+    if hides:
+        assert (moved, read) == ((away, 2) if spare >= away else (0, 20)), "all of it, to free pages, or nothing"
+    elif spare >= min(away, spare + idle) > 0:
+        assert read == 2, "there and back"
+    elif spare + idle == 0:
+        assert moved == 0
+    else:
+        assert change(moved, max(0, moved - spare), 1.0) <= read * moved
+
+
+@given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=60))
+def test_horizon_is_a_mean_of_late_within_bounds(aways: list[float]) -> None:
+    tuning, horizon = DEFAULT.prices, DEFAULT.prices.horizon
+    for away in aways:
+        before, horizon = horizon, horizon_after(horizon, away, tuning)
+        assert tuning.shortest <= horizon <= tuning.longest
+        assert min(before, away, tuning.longest) <= horizon <= max(before, away, tuning.shortest)
+    for _ in range(100):
+        horizon = horizon_after(horizon, 5.0, tuning)
+    assert horizon == pytest.approx(5.0, rel=0.01)
 
 
 def test_layers_of_a_model_that_waits_come_back_in_exchange_for_those_of_an_idle_one() -> None:

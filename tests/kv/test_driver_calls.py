@@ -26,8 +26,8 @@ TOKENS = 40
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """Layers so small stream as large ones do, pages so small are worth a copy of their own, are always short, and do not
-    come back."""
+    """Layers so small stream as large ones do, pages so small are worth a copy of their own, are always short, and do
+    not come back."""
     tuned(
         weights={"large": 2**11},
         pages={"short": 1},
