@@ -29,7 +29,7 @@ from ballonet.offload.policy.turns import (
     waits,
 )
 
-from .fake_manager import EQUAL, PAGE, FakeModel, a_manager
+from .fake_manager import EQUAL, LINK, PAGE, FakeModel, a_manager
 from .tuned import Clock
 
 PATIENCE, BOUND, MARGIN = 20.0, 3.0, 0.05
@@ -277,8 +277,10 @@ def test_a_burst_is_priced_by_the_one_before_it_until_that_has_faded() -> None:
         assert b.asks(kv=1, since=clock.now) is not waits_then
 
 
-def test_without_a_measured_link_models_share() -> None:
+def test_until_the_link_is_measured_models_share() -> None:
     _, manager, _, models = a_manager(60, {}, {"plan": fewest(EQUAL, 15, Fraction(2))}, turn=BOUND, bandwidth=None)
     a, b = (Loop(manager.turns, model) for model in models)
     assert a.asks()
     assert b.asks()
+    manager.link.bandwidth = LINK
+    assert {a.asks(), b.asks()} == {True, False}, "though nobody's work is another"
