@@ -51,7 +51,7 @@ def test_pages_outside_of_layers_are_never_lost_nor_below_a_floor(steps: list[tu
         model = a if name == "a" else b
         with suppress(MemoryError):
             model.step(manager, kv=max(kv, -device.kv))
-        assert not model.lacking, "it has all before it runs"
+        assert not model.lacking or device.free < model.lacking, "it has all before it runs, where there is room"
         assert a.rest + a.lacking == 7
         assert b.rest + b.lacking == 4
         assert a.device_pages >= min(floor, 7 + smallest(EQUAL))

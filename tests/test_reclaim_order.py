@@ -122,7 +122,7 @@ def test_kv_that_rests_goes_before_layers_that_passes_wait_for() -> None:
     a.step(manager)
     cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
-    cache.resting = {2, 3}
+    cache.at_rest = {2, 3}
     manager.client_changed(cache.number)
     order = keys(device)
     kept = [place for place, (name, _) in enumerate(order) if name == "cache"]

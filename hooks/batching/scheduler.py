@@ -274,8 +274,8 @@ class ElasticScheduler(Scheduler):
 
     @property
     def _streams(self) -> bool:
-        """Do layers stream, or is KV read on the host, for want of pages?"""
-        return self.cache.model.lends(0).copied > 0 or self.cache.pages.client.displaced > 0
+        """Do layers stream for want of pages?"""
+        return self.cache.model.lends(0).copied > 0
 
     def _trim(self) -> None:
         """Gives back idle pages of the heap, when the last request has ended or admission.py says so. The heap keeps

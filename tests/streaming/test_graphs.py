@@ -22,7 +22,7 @@ from ballonet.hooks.device.graphs import why_short
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.manager.client import OUTSIDE_LAYERS
 from ballonet.offload.policy.plan import spread, streaming
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 
 from .. import graphs
 from ..models import build
@@ -509,7 +509,7 @@ def test_what_lies_outside_of_layers_is_back_before_a_capture(model: Any, manage
     with ballonet.manage(model) as managed:
         logits(model)
         manager.clock.now += 5
-        assert manager.levels.reclaim(Level.IDLE_WEIGHTS, BUDGET // PAGE) > 0
+        assert manager.sources.reclaim(PageSource.IDLE_WEIGHTS, BUDGET // PAGE) > 0
         assert managed._residency.rest.away
         hidden = torch.ones(1, model.config.hidden_size)
         with install.stock():
