@@ -15,17 +15,27 @@ Each turn is a plain `generate()` of history and a new question, the same for al
 tokens are compared with those of the cache held by hand. What holds a cache by hand has to cut it, and that counts.
 
 hit-rate: how often a prefix cache has what requests begin with, by its size: the store's policy, least recently used,
-and a cache that never evicts. For a trace made here, and any given by `--traces` (JSON lines with `hash_ids`). The
-trace made here: conversations that begin one after another, each with one of a few system prompts, and go on for a
-while, a turn now and then; each turn sends all that was said before.
+the best there is with the future known (what is used again last goes first), and a cache that never evicts. For traces
+made here, and any given by `--traces` (JSON lines with `hash_ids`). Those made here:
+
+    conversations   begin one after another, each with one of a few system prompts, and go on for a while, a turn now
+                    and then; each turn sends all that was said before
+    pauses          conversations all alike, whose pauses have a heavy tail
+    system prompts  one of many, popular by Zipf's law, and a question that is asked once
+    agents          bursts of calls, each with all before it; some begin alike
+    documents       popular ones, which others replace, with a few questions in a row
+    one-off         conversations, and long prompts between them that nobody sends twice
+    rounds          the same prompts in turn
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -40,7 +50,7 @@ import ballonet
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.compat import cache_name
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.policy.prefixes import Hits, Index, Odds, Policy, Recency
+from ballonet.offload.policy.prefixes import Density, Hits, Index, Policy, Recency
 
 # Turns
 
@@ -221,37 +231,52 @@ def talking(peer: str, chosen: Options) -> Functions:
 
 # Hits
 
-TURNS = {False: 4000, True: 60}  # of the trace made here, by whether it is tiny
+TURNS = {False: 4000, True: 60}  # of a trace made here, about, by whether it is tiny
 SIZES = (0.02, 0.05, 0.1, 0.25, 0.5)  # of the distinct blocks
-CLOSE = 0.01  # to a cache that never evicts, of the recorded trace at `AT` blocks
-AT = 50_000
+AT = (10_000, 50_000)  # blocks, of large traces
+Trace = list[list[int]]
 
 
 def hit_rates(chosen: Options) -> None:
-    rows = [row for trace in [None, *chosen.traces] for row in measure(trace, TURNS[chosen.tiny])]
+    turns = TURNS[chosen.tiny]
+    traces = {name: make(turns) for name, make in MADE.items()} | {path.name: recorded(path) for path in chosen.traces}
+    rows = [row for name, trace in traces.items() for row in measure(name, trace)]
     report(chosen, "blocks of prompts that a prefix cache has", rows)
 
 
-def measure(path: Path | None, turns: int) -> Iterator[dict[str, Any]]:
+def measure(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
     """A row for each size."""
-    trace = list(made(turns)) if path is None else list(recorded(path))
     distinct = len({key for keys in trace for key in keys})
-    best = hits(trace, None, Recency())
-    for size in sorted({round(distinct * part) for part in SIZES} | ({AT} if distinct > AT else set())):
-        found = Figure.of([hits(trace, size, Odds()).hit_rate])
-        if size == AT and path is not None:
-            found = found.at_least(round(best.hit_rate - CLOSE, 4))
+    unlimited = Figure.of([hits(trace, None, Recency()).hit_rate])
+    for size in sorted({round(distinct * part) for part in SIZES} | {size for size in AT if size < distinct}):
+        recency = hits(trace, size, Recency()).hit_rate
         yield {
-            "trace": "made here" if path is None else path.name,
-            "requests": best.requests,
+            "trace": name,
+            "requests": len(trace),
             "blocks stored, at most": size,
-            "hit rate": found,
-            "least recently used": Figure.of([hits(trace, size, Recency()).hit_rate]),
-            "without a limit": Figure.of([best.hit_rate]),
+            "hit rate": Figure.of([hits(trace, size, Density()).hit_rate]).at_least(recency),
+            "least recently used": Figure.of([recency]),
+            "future known": Figure.of([hits(trace, size, Foresight(trace)).hit_rate]),
+            "without a limit": unlimited,
         }
 
 
-def hits(trace: list[list[int]], blocks: int | None, policy: Policy) -> Hits:
+class Foresight(Recency):
+    """Evicts the blocks that are used again last, or never."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._uses = defaultdict[Hashable, deque[int]](deque)
+        for request, keys in enumerate(trace):
+            for key in keys:
+                self._uses[key].append(request)
+        self._never = len(trace)
+
+    def used(self, key: Hashable) -> tuple[Hashable, int]:
+        self._uses[key].popleft()
+        return None, -next(iter(self._uses[key]), self._never)
+
+
+def hits(trace: Trace, blocks: int | None, policy: Policy) -> Hits:
     """What a cache of so many blocks finds, any number if None: each request asks for its blocks, then stores them."""
     index = Index(blocks, policy)
     for request, keys in enumerate(trace):
@@ -261,29 +286,113 @@ def hits(trace: list[list[int]], blocks: int | None, policy: Policy) -> Hits:
     return index.hits
 
 
-def recorded(path: Path) -> Iterator[list[int]]:
+def recorded(path: Path) -> Trace:
     """Returns the blocks of each request."""
-    with path.open() as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line)["hash_ids"]
+    return [json.loads(line)["hash_ids"] for line in path.read_text().splitlines() if line.strip()]
 
 
-def made(turns: int) -> Iterator[list[int]]:
-    """A trace of so many turns, see above. Seeded."""
-    random, fresh = Random(0), iter(range(10**9))
-    systems = [[next(fresh) for _ in range(random.randrange(1, 12))] for _ in range(8)]
-    talking: list[list[int]] = []
+# Traces made here, of about so many turns. Seeded.
+
+
+def fresh() -> Callable[[int], list[int]]:
+    """Returns what makes so many new blocks."""
+    numbers = count()
+    return lambda blocks: [next(numbers) for _ in range(blocks)]
+
+
+def by_time(requests: Sequence[tuple[float, list[int]]]) -> Trace:
+    return [keys for _, keys in sorted(requests, key=lambda request: request[0])]
+
+
+def by_popularity(random: Random, choices: int) -> int:
+    return random.choices(range(choices), [1 / (rank + 1) for rank in range(choices)])[0]
+
+
+def conversations(turns: int) -> Trace:
+    random, new = Random(0), fresh()
+    systems = [new(random.randrange(1, 12)) for _ in range(8)]
+    talking: Trace = []
+    made: Trace = []
     for _ in range(turns):
         if not talking or random.random() < 0.2:
             talking.append([*random.choice(systems)])
         said = random.choice(talking[-40:])
-        said += [next(fresh) for _ in range(random.randrange(1, 8))]
-        yield list(said)
+        said += new(random.randrange(1, 8))
+        made.append(list(said))
         if random.random() < 0.15:
             talking.remove(said)
+    return made
 
 
+def pauses(turns: int) -> Trace:
+    random, new = Random(1), fresh()
+    made: list[tuple[float, list[int]]] = []
+    for number in range(turns // 8):
+        when, said = float(number), new(3)
+        while True:
+            said = said + new(random.randrange(1, 7))
+            made.append((when, said))
+            when += random.lognormvariate(4, 1.6)
+            if random.random() < 1 / 8:
+                break
+    return by_time(made)
+
+
+def system_prompts(turns: int) -> Trace:
+    random, new = Random(2), fresh()
+    systems = [new(random.randrange(2, 20)) for _ in range(400)]
+    return [systems[by_popularity(random, 400)] + new(random.randrange(1, 6)) for _ in range(turns)]
+
+
+def agents(turns: int) -> Trace:
+    random, new = Random(3), fresh()
+    tools = [new(random.randrange(8, 25)) for _ in range(12)]
+    made: list[tuple[float, list[int]]] = []
+    for number in range(turns // 24):
+        task = tools[by_popularity(random, 12)] + new(3)
+        for _ in range(random.choice((1, 1, 2, 3))):
+            when, said = 20 * number + 5 * random.random(), task
+            for _ in range(random.randrange(3, 25)):
+                said = said + new(random.randrange(1, 4))
+                made.append((when, said))
+                when += random.lognormvariate(1, 1)
+    return by_time(made)
+
+
+def documents(turns: int) -> Trace:
+    random, new = Random(4), fresh()
+    texts = [new(random.randrange(5, 40)) for _ in range(600)]
+    made: list[tuple[float, list[int]]] = []
+    for number in range(turns // 3):
+        text = texts[(by_popularity(random, 600) + number // 300 * 37) % 600]
+        made += [(number + 20.0 * later, text + new(1)) for later in range(random.randrange(1, 6))]
+    return by_time(made)
+
+
+def one_off(turns: int) -> Trace:
+    random = Random(5)
+    made: Trace = []
+    scanned = count(10**9)
+    for keys in conversations(turns // 2):
+        made += [keys, *([[next(scanned) for _ in range(random.randrange(10, 60))]] * (random.random() < 0.5))]
+    return made
+
+
+def rounds(turns: int) -> Trace:
+    random, new = Random(6), fresh()
+    prompts = [new(random.randrange(4, 16)) for _ in range(max(1, turns // 40))]
+    return [prompts[turn % len(prompts)] + new(1) for turn in range(turns)]
+
+
+MADE: dict[str, Callable[[int], Trace]] = {
+    "conversations": conversations,
+    "pauses": pauses,
+    "system prompts": system_prompts,
+    "agents": agents,
+    "documents": documents,
+    "one-off": one_off,
+    "rounds": rounds,
+}
 BENCHMARKS = {"prefix": Benchmark(turns_of_talks, or_link(talking)), "hit-rate": Benchmark(hit_rates)}
 
 if __name__ == "__main__":

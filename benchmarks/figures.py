@@ -32,13 +32,14 @@ PROGRAMS = {  # benchmarks/bench_NAME.py, and what it measures
     "peak": ("peak",),
     "sleep": ("sleep", "wake", "sync"),
     "slo": ("slo",),
-    "tenants": ("tenants",),
+    "tenants": ("tenants", "tenants-parts", "tenants-rates"),
     "replicas": ("replicas",),
+    "papers": ("papers", "host-memory"),
 }
 ORDER = (  # of the tables of a machine
     *("streaming", "speed", "decode", "prefill", "kv-growth", "calls", "oom", "context", "shrink", "peak", "prefix"),
-    *("hit-rate", "serve", "serve-plain", "batch-attention", "slo", "tenants", "replicas", "sleep", "wake", "sync"),
-    "images",
+    *("hit-rate", "serve", "serve-plain", "batch-attention", "slo", "tenants", "tenants-parts", "tenants-rates"),
+    *("replicas", "papers", "host-memory", "sleep", "wake", "sync", "images"),
 )
 OMITTED = {  # columns that only the stored results have
     "context": ("what gave pages",),

@@ -60,10 +60,15 @@ class Part:
     test_seconds: float = 130  # that the tests may take together; the benchmarks get the rest
 
 
-TRACES = {"hit-rate": ".jsonl", "tenants": ".csv", "replicas": ".csv"}  # the suffix of what a benchmark can be given
+TENANTS = ("tenants", "tenants-parts", "tenants-rates")
+TRACES = {  # the suffixes of what a benchmark can be given
+    "hit-rate": (".jsonl",),
+    "replicas": (".csv",),
+    **dict.fromkeys(TENANTS, (".csv", ".jsonl")),
+}
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
-        benchmarks=("kv-growth", "decode", "calls", "prefill", "streaming", "slo", "peak"),
+        benchmarks=("kv-growth", "decode", "calls", "prefill", "streaming", "slo", "host-memory", "peak"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
@@ -75,11 +80,12 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-serving": Part(
-        benchmarks=("serve", "serve-plain", "batch-attention", "tenants", "replicas"),
+        benchmarks=("serve", "serve-plain", "batch-attention", "replicas", "papers"),
         gpu=False,
         seconds=3600,
         step_seconds=3000,
     ),
+    "tenants": Part(benchmarks=TENANTS, gpu=False, seconds=5400, step_seconds=5400),  # cut off, it goes on where it was
     "simulated": Part(benchmarks=("calls",), gpu=False, seconds=1200, step_seconds=1200),  # counts, no times
     "core": Part(
         alone=("tests/contract/test_driver_contract.py", "tests/test_device_choice.py"),  # they look at what is free
@@ -234,7 +240,7 @@ def run(
             if name in able:
                 deadline = min(ends, time.monotonic() + part.seconds - part.test_seconds * bool(part.tests))
                 for benchmark in part.benchmarks:
-                    given = [str(trace) for trace in traces if trace.suffix == TRACES.get(benchmark)]
+                    given = [str(trace) for trace in traces if trace.suffix in TRACES.get(benchmark, ())]
                     arguments = [*asked, *(["--traces", *given] if given else [])]
                     run_benchmark(benchmark, arguments, records[name], part.step_seconds, deadline)
             records[name].finish()

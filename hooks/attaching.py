@@ -96,12 +96,12 @@ def attach_pieces(
     from .pieces import calls
     from .pieces.runner import PieceRunner
 
-    streaming, local_layers = residency.streaming, forwards.local_layers
+    streaming, rest, local_layers = residency.streaming, residency.rest, forwards.local_layers
     runner = PieceRunner(
         model,
         device,
         managers.of(device),
-        lambda: streaming.bound if local_layers.span is None else None,
+        lambda: streaming.bound if local_layers.span is None and not rest.on_host else None,
         forwards.between_layers,
         pace,
         options.priority,
@@ -145,7 +145,7 @@ def attach_caches(
 
     def lends(pages: int) -> Lendable:
         it = residency()
-        return Lendable(0, 0, 0) if it is None else managers.of(device).lending(it, pages)
+        return Lendable(0, 0, 0) if it is None else manager.lending(it, pages)
 
     loop_caches = LoopCaches() if options.kept_prefixes else None
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
@@ -154,11 +154,12 @@ def attach_caches(
 
     def assumed() -> tuple[float, float]:
         page, behind = manager.link.page_seconds or 0.0, manager.marks is not None  # is the device behind the host?
-        return (0.0, page) if behind else (manager.tuning.serving.exposed * page, 0.0)
+        exposed = 0.0 if behind else manager.tuning.serving.exposed
+        return exposed * page, (1 - exposed) * page
 
     costs = StepCosts(manager.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)
-    batched = Batched(label(model), device, costs, fast, require, lends, loop_caches, slo, positions)
+    batched = Batched(label(model), device, costs, fast, require, lends, residency, loop_caches, slo, positions)
     detach_batches = patches.attach(model, batched)
 
     calls, detach_calls = generation.count_calls(model)

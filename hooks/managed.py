@@ -341,13 +341,14 @@ class Managed:
         record = record or (self._record if grid is None else None)
         model = self._model()
         assert model is not None  # manage() holds it
+        device, residency = self._weights.device, self._residency
 
         def known() -> Record:
             """The record of its iterations, measured with all layers resident where there is none."""
-            return record or load_or_measure(model, self._pace, self._weights.device, grid).record
+            return record or load_or_measure(model, self._pace, device, grid, residency=residency).record
 
-        if self._residency.options.slo or any(self._residency.plan.pages):
-            self._residency.start(known, grid is not None or record is not None)
+        if residency.options.slo or any(residency.plan.pages):
+            residency.start(known, grid is not None or record is not None)
 
     @property
     def _released(self) -> bool:
@@ -379,8 +380,7 @@ class Managed:
             with lock:
                 if self._released:
                     raise ManageError(f"this {self._name} is {_end_of(self)}, and managed no more")
-                if self._sleep.pending:
-                    self._sleep.end()
+                self._sleep.end()
                 if self._behind or self._follower.pending:
                     self._behind = True
                     self._residency.change(partial(self._catch_up, model))
@@ -409,7 +409,7 @@ class Managed:
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called at the beginning of an outermost forward, under its lease."""
-        if self._sleep.pending and not self._pace.capturing():
+        if self._sleep.level and not self._pace.capturing():
             with lock:
                 if self._residency.alone:
                     self._sleep.end(kwargs)
@@ -425,8 +425,14 @@ class Managed:
                     self._behind = False
         if self._pages.short:
             give_up_graphs(self._weights.device)
+        cache = kwargs.get("cache")
+        if cache is None:
+            cache = kwargs.get("past_key_values")
+        if cache is not None and self._residency.alike.continues(args, kwargs, cache):
+            self._residency.captured.thread.open = True
+            return
         self._point.of = point = point_of(args, kwargs)
-        self._residency.before(point)
+        self._residency.before(point, cache, kwargs)
 
     def _explain(self, error: torch.OutOfMemoryError) -> None:
         """Makes the out-of-memory error of a forward on this thread say which changes would have helped."""

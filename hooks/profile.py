@@ -7,6 +7,8 @@ Note [How it is measured]
     take too long, or do not fit in memory, are left out; the record has no time for them. Prefixes are not reused: the
     prefill of a prompt that was seen before would be one of a single token. Decode steps are those that the model
     makes: where it decodes by pieces of CUDA graphs, only the steps by these count.
+    What the host takes for each layer that streams is what decode steps of the smallest size take longer while some
+    more do, without their waits: of either the shortest counts, as it is little beside what disturbs a measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,9 +30,10 @@ from torch import nn
 from ..allocator import devices
 from ..allocator._native import Device
 from ..allocator.config import cache_dir
-from ..allocator.errors import ManageError
+from ..allocator.errors import ManageError, PoolExhausted
 from ..allocator.notices import warn
 from ..allocator.units import steps
+from ..offload.policy.plan import streaming
 from ..offload.policy.tuning import DEFAULT
 from ..offload.record import link, record
 from ..offload.record.record import Phase, Point, Record
@@ -37,6 +41,7 @@ from . import compat
 from .device.key import key_of
 from .measure.pace import Measured, Pace
 from .prefix import sessions
+from .streaming.model_residency import ModelResidency
 from .weights.model_parts import text_config
 
 Size = tuple[int, int]  # sequences, tokens of each
@@ -75,12 +80,19 @@ class Profile:
 
 
 def load_or_measure(
-    model: nn.Module, pace: Pace, device: Device, grid: Grid | None = None, *, force: bool = False
+    model: nn.Module,
+    pace: Pace,
+    device: Device,
+    grid: Grid | None = None,
+    *,
+    force: bool = False,
+    residency: ModelResidency | None = None,
 ) -> Profile:
     """Returns the record of a managed model: from its file, or measured and written there, which takes up to a minute
     and shows a progress bar. Where the file cannot be used it measures anew, with a warning that says why.
 
-    `grid`: sizes to measure where the file lacks them; `force`: measures all. The folder is that of
+    `grid`: sizes to measure where the file lacks them; `force`: measures all; `residency`: of the model, to
+    measure what the host takes for each layer that streams. The folder is that of
     `BALLONET_CACHE_DIR`. ManageError where the model, or the link, cannot be measured.
     """
     key = key_of(model, device)
@@ -96,6 +108,9 @@ def load_or_measure(
         )
     made = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
     made, left = measured(model, pace, made, grid or Grid())
+    if residency is not None and not made.entering:
+        more = streaming_some(residency, DEFAULT.records.entering)
+        made = replace(made, entering=measured_entering(model, pace, made, grid or Grid(), more))
     try:
         record.save(made, path)
     except OSError as error:
@@ -165,6 +180,43 @@ def measured(
     ), left
 
 
+def measured_entering(
+    model: nn.Module, pace: Pace, known: Record, grid: Grid, more: AbstractContextManager[int]
+) -> float:
+    """Returns the seconds that the host takes for each layer that streams; 0 where none more can. `more`: has so many
+    more stream within. See Note [How it is measured]."""
+    size = min(
+        (point[1:] for point in known.seconds if point.phase == known.decoding), key=lambda size: size[0] * size[1]
+    )
+
+    def shortest() -> float:
+        forwards = (forward for heard, _ in _rounds(model, pace, size, grid) for forward in heard)
+        return min((forward.seconds for forward in forwards if _phase(forward) == known.decoding), default=0.0)
+
+    with more as count:
+        if not count:
+            return 0.0
+        with_more = shortest()
+    return max(0.0, with_more - shortest()) / count
+
+
+@contextmanager
+def streaming_some(residency: ModelResidency, interval: int) -> Iterator[int]:
+    """Has every `interval`-th layer stream too, for a measurement, and yields how many more do so: 0 where there is no
+    room for that on the host, or too few layers are resident."""
+    before, pages = residency.plan, residency.plan.pages
+    more = {layer for layer in range(interval - 1, len(pages), interval) if pages[layer]}
+    residency.stop()  # the manager would take it back
+    try:
+        with suppress(PoolExhausted, ManageError):  # the arrangement is valid as it is
+            residency.rearrange(streaming(pages, sorted({*before.streamed, *more}), max(1, len(before.slot_pages))))
+        yield len({*residency.plan.streamed}.difference(before.streamed))
+    finally:
+        with suppress(PoolExhausted, ManageError):
+            residency.rearrange(before)
+        residency.resume()
+
+
 def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | None:
     try:
         return record.load(path, key)
@@ -185,20 +237,11 @@ def _missing(model: Any, grid: Grid, known: Record) -> list[Size]:
 def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase, list[float]]) -> dict[Point, float]:
     """Returns the seconds of a prefill, and of a decode step, of this size; adds the rest of `generate()`'s time to
     `beside`. torch.OutOfMemoryError."""
-    prompt = _prompt(model, size)
-    settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
     seen: list[Measured] = []
-    for round_ in range(1 + grid.rounds):
-        with sessions.without_stores(), pace.listening() as heard:
-            began = time.perf_counter()
-            model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
-            if prompt["input_ids"].is_cuda:
-                torch.cuda.synchronize(prompt["input_ids"].device)
-            took = time.perf_counter() - began
-            pace.drain()
-        seen += heard if round_ else ()
+    for heard, took in _rounds(model, pace, size, grid):
+        seen += heard
         gaps = [forward.between - forward.total for forward in heard if forward.between is not None]
-        if round_ and gaps:
+        if gaps:
             beside["decode"].append(max(0.0, gap := median(gaps)))
             once = took - sum(forward.total for forward in heard) - gap * len(heard)
             beside["prefill"].append(max(0.0, once) + max(0.0, gap))
@@ -210,6 +253,22 @@ def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase
     if not all(times.values()):
         raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")
     return {point: median(time_) for point, time_ in times.items()}
+
+
+def _rounds(model: Any, pace: Pace, size: Size, grid: Grid) -> Iterator[tuple[list[Measured], float]]:
+    """Iterates over the rounds of a size that count: the forwards of each, and its seconds. torch.OutOfMemoryError."""
+    prompt = _prompt(model, size)
+    settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
+    for round_ in range(1 + grid.rounds):
+        with sessions.without_stores(), pace.listening() as heard:
+            began = time.perf_counter()
+            model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
+            if prompt["input_ids"].is_cuda:
+                torch.cuda.synchronize(prompt["input_ids"].device)
+            took = time.perf_counter() - began
+            pace.drain()
+        if round_:
+            yield heard, took
 
 
 def _phase(measured: Measured) -> Phase | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ballonet.allocator._native import Range
-from ballonet.offload.manager.client import KEYS_PER_CLIENT, Offer, PageClient
+from ballonet.offload.manager.client import KEYS_PER_CLIENT, OUTSIDE_LAYERS, Offer, PageClient
 from ballonet.offload.manager.decision import StreamDecision
 from ballonet.offload.manager.memory_manager import MemoryManager, Surroundings
-from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.plan import Costs, Plan
+from ballonet.offload.policy.reclaim_order import PageSource
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from .tuned import Clock
@@ -19,6 +21,7 @@ from .tuned import Clock
 PAGE = 1000  # bytes
 LINK = 10**6  # bytes per second: a page in a millisecond
 EQUAL = (5,) * 8
+STAYING = replace(DEFAULT, prices=replace(DEFAULT.prices, returns=math.inf))  # what is away stays away
 
 
 def part(index: int) -> tuple[Any, ...]:
@@ -87,6 +90,13 @@ class FakeDevice:
         pages, self._taken = self._taken, []
         return pages
 
+    def take(self, keys: list[int], pages: int | None = None) -> int:
+        """As the core does it when asked for certain entries."""
+        before = self.free
+        for entry in [entry for entry in self.listed if entry[0] in keys]:
+            self._take(entry)
+        return self.free - before
+
     def withdraw(self, keys: list[int]) -> None:
         self.listed = [entry for entry in self.listed if entry[0] not in keys]
 
@@ -102,15 +112,17 @@ class FakeDevice:
         if self.free + sum(map(_gives, free)) < pages:
             return False
         while self.free < pages:
-            entry = free.pop(0)
-            self.listed.remove(entry)
-            key, client, ((_, index, *_),) = entry
-            before = self.free
-            client.take(index)
-            assert self.free == before + _gives(entry) > before
-            self._taken.append((0, key, self.free - before))
-            self.trace.append((client.name, index))
+            self._take(free.pop(0))
         return True
+
+    def _take(self, entry: Any) -> None:
+        self.listed.remove(entry)
+        key, client, ((_, index, *_),) = entry
+        before, gives = self.free, _gives(entry)
+        client.take(index)
+        assert self.free == before + gives > before
+        self._taken.append((0, key, gives))
+        self.trace.append((client.name, index))
 
     def grow(self, pages: int, asking: FakeModel | None = None) -> bool:
         """The caches get so many pages more, or none."""
@@ -138,6 +150,7 @@ class FakeModel:
         floor: int = 0,
         decode: float | None = 0.02,
         prefill: float | None = 0.03,
+        outside: int = 0,
     ) -> None:
         self.device = device
         self.name = name
@@ -145,27 +158,36 @@ class FakeModel:
         self.interval = interval
         self.tpot_slo, self.ttft_slo = tpot, ttft
         self.others_wait = False
+        self.waited, self.copied = 0.0, 0.0
         self.priority = priority
         self.floor = floor
         self.running = False
         self.times = {"decode": decode, "prefill": prefill}
         self.gone: set[int] = set()  # layers that were taken
+        self.rest = outside
+        self.lacking = 0  # pages of those outside of layers that were taken
         self.changes = 0
+        self.changes_made = 0
         self.asked = 0
         self.entries: Callable[[int], bool] = lambda layer: True
         self.decisions: list[StreamDecision] = []
         self.wanted: float | None = None
         self.timings = self
+        self.entering = 0.0
         self.loaded = 0  # pages that came back from the host
         device.models.append(self)
 
     @property
     def device_pages(self) -> int:
-        """Device pages of its layers and slots."""
-        return self.plan.device_pages - sum(self.plan.pages[layer] for layer in self.gone)
+        """Device pages of its weights and slots."""
+        return self.plan.device_pages + self.rest - sum(self.plan.pages[layer] for layer in self.gone)
 
     def take(self, layer: int) -> None:
         """The core takes it."""
+        if layer == OUTSIDE_LAYERS:
+            assert not self.running, "it needs them"
+            self.lacking, self.rest = self.rest, 0
+            return
         assert layer not in self.gone, "it has no pages any more"
         self.gone.add(layer)
 
@@ -189,6 +211,9 @@ class FakeModel:
         published then."""
         return (self, [part(layer)]) if self.entries(layer) else None
 
+    def outside(self) -> int:
+        return self.rest
+
     def give_up(self, pages: int) -> int:
         return 0
 
@@ -196,12 +221,15 @@ class FakeModel:
         """As a managed model does it. Pages that it needs beyond those that it has are taken if need be."""
         with manager.changing(self) as taken:
             self.changes += 1
+            self.changes_made += plan != self.plan
             assert taken == self.gone
-            before, resident = self.device_pages, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
+            before = self.device_pages - self.rest
+            resident = {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
             if plan.device_pages > before:
                 assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
             self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
             self.plan, self.gone = plan, set()
+            self.waited = self.copied = 0.0
             assert self.device.free >= 0
             self.changes -= 1
 
@@ -215,11 +243,22 @@ class FakeModel:
     ) -> StreamDecision:
         """An iteration, with which the cache grows. MemoryError where there are no pages for that."""
         self.running = True
+        if self.decisions and (self.waited >= self.decisions[-1].rent or self.copied >= self.decisions[-1].toll):
+            manager.changed(self)
         try:
             decision = manager.before(self, Point(phase, batch, length))
+            if self.lacking:
+                manager.sources.make_room(self.lacking - self.device.free, running=True)
+                if self.device.free >= self.lacking:  # else it is read on the host
+                    self.lacking, self.rest = 0, self.lacking
+                decision = manager.before(self, Point(phase, batch, length))
             if decision.plan != self.plan or self.gone:
                 self.arrange(manager, decision.plan)
             self.decisions.append(decision)
+            seconds, page = self.times[phase], PAGE / LINK
+            if seconds is not None:
+                self.waited += Costs(self.plan.pages, seconds, page).expected(self.plan) - seconds
+            self.copied += self.plan.copied_pages * page
             if kv > 0 and not self.device.grow(kv, self):
                 raise MemoryError
             self.device.kv += min(kv, 0)
@@ -231,7 +270,9 @@ class FakeModel:
 
 def _gives(entry: Any) -> int:
     _, client, ((_, index, *_),) = entry
-    return 1 if isinstance(client, FakeCache) else int(client.plan.pages[index])
+    if isinstance(client, FakeCache):
+        return 1
+    return int(client.rest if index == OUTSIDE_LAYERS else client.plan.pages[index])
 
 
 def a_manager(
@@ -270,7 +311,7 @@ class FakeCache(PageClient):
         self.gave_buffers = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()
-        self.resting: set[int] = set()
+        self.at_rest: set[int] = set()
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
         self.demoted: list[int] = []
@@ -291,8 +332,9 @@ class FakeCache(PageClient):
 
     def offers(self) -> list[Offer]:
         here = [page for page in range(self.pages) if page not in self.away]
-        idle = {page: Level.PREFIX if self.only_cached and page in self.clean else Level.IDLE_KV for page in here}
-        return [Offer(page, 1, page in self.clean, resting=page in self.resting, idle=idle[page]) for page in here]
+        kept = self.clean if self.only_cached else ()
+        idle = {page: PageSource.PREFIX if page in kept else PageSource.IDLE_KV for page in here}
+        return [Offer(page, 1, page in self.clean, resting=page in self.at_rest, idle=idle[page]) for page in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         return (self, [part(index)]) if index < self.pages and index not in self.away else None

@@ -140,13 +140,12 @@ def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: Late
     for _ in range(3):
         iterate(manager, model, stream, 3 * PAGES.idle, None)
         clock.now = stream.free_at  # the host waits for the token
-        manager._known.clients.of_model(model).waking = False
     manager.before(model, Point("prefill", 1, 8))
-    assert not manager._known.clients.of_model(model).waking
+    assert manager._known.clients.of_model(model).usual is None
     manager.after(model)
     clock.now += 2 * PAGES.idle
     manager.before(model, Point("prefill", 1, 8))
-    assert manager._known.clients.of_model(model).waking
+    assert manager._known.clients.of_model(model).usual == pytest.approx(2 * PAGES.idle)
 
 
 def test_who_is_about_to_run_keeps_the_buffers_of_the_cache_that_it_used_last(clock: Clock, stream: LateMarks) -> None:

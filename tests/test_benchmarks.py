@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -26,14 +27,17 @@ from .pool import take_out
 ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
 # "serve-plain" is what "serve" does, in more memory.
-PLAYED = ("prefix", "slo", "serve-plain")
+PLAYED = ("prefix", "serve-plain")
 # In this process, one peer after the other: each process of its own would load transformers anew.
 INSIDE = (
     *("oom", "context", "shrink", "decode", "kv-growth", "prefill", "peak"),
-    *("calls", "streaming", "serve", "sleep", "wake", "sync", "images"),
+    *("calls", "streaming", "slo", "serve", "sleep", "wake", "sync", "images"),
 )
 FORKED = ("speed",)  # in this process, with a fork for each peer
-ALONE = ("batch-attention", "hit-rate", "replicas", "tenants")  # without peers
+ALONE = (  # without peers
+    *("batch-attention", "hit-rate", "replicas", "tenants", "tenants-parts", "tenants-rates", "papers", "host-memory"),
+)
+COUNTED = ("slo", "host-memory")  # no clock is read: every limit is met, anywhere
 
 
 @pytest.fixture
@@ -76,6 +80,9 @@ def check_figure(out: Path, name: str) -> None:
     assert measured
     assert all(value["least"] <= value["median"] <= value["most"] for value in measured)
     assert all((value["limit"] is None) == (value["met"] is None) for value in measured)
+    if name in COUNTED:
+        assert [value for value in measured if value["met"] is False] == []
+        assert any(value["met"] for value in measured)
 
 
 class Inside:
@@ -199,6 +206,80 @@ def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
     patterns = [pattern for part in run.PARTS.values() for pattern in (*part.alone, *part.tests)]
     chosen = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     assert chosen == sorted(path for path in files if path != Path(__file__))
+
+
+def tenants_run(kept: int, ttft: float | None, gap: float | None, failed: int = 0) -> dict[str, Any]:
+    """The figures of a run of 100 requests."""
+    return {
+        "requests": 100,
+        "failed": failed,
+        "kept": kept,
+        "ttft_p99": ttft,
+        "tbt_p99": gap,
+        "tokens_per_second": 10.0,
+    }
+
+
+def test_ballonet_is_held_against_the_best_of_the_peers_that_answer(measured: Callable[[str], ModuleType]) -> None:
+    """`split` is the quickest, but refuses two requests; `pie` is better in both latencies; with one seed of two the
+    goodput is a peer's."""
+    judged = measured("tenants").judged
+    good = {
+        "unlimited": tenants_run(100, 1.0, 0.1),
+        "split": tenants_run(98, 1.0, 0.1, failed=2),
+        "swap": tenants_run(90, 3.0, 0.3),
+        "pie": tenants_run(80, 2.0, 0.15),
+        "fast": tenants_run(90, 2.2, 0.19),
+    }
+    limits = judged([good, good | {"fast": tenants_run(89, 2.0, 0.16)}], 55)
+    assert (limits["kept / best"].least, limits["kept / best"].met) == (pytest.approx(89 / 90), False)
+    assert (limits["behind a peer"].most, limits["behind a peer"].met) == (pytest.approx(1.1), False)
+    assert limits["tokens / best"].met
+    assert limits["gap P99, s"].met
+    assert not judged([good | {"fast": tenants_run(90, 2.0, 0.21)}], 55)["gap P99, s"].met
+    assert not judged([good | {"fast": tenants_run(0, None, None, failed=9)}], 55)["behind a peer"].met
+
+
+def test_the_fastest_link_is_held_against_the_floor_and_an_even_split(
+    measured: Callable[[str], ModuleType],
+) -> None:
+    runs = {"unlimited": tenants_run(100, 1.0, 0.1), "split": tenants_run(80, 3.0, 0.1)}
+    near, far = (
+        measured("tenants").judged([runs | {"fast": tenants_run(100, ttft, gap)}], 450)
+        for ttft, gap in ((1.2, 0.105), (1.21, 0.106))
+    )
+    names = ("over the floor / split's", "gap / floor's")
+    assert [near[name].met for name in names] == [True, True]
+    assert [far[name].met for name in names] == [False, False]
+    assert names[0] not in measured("tenants").judged([runs | {"fast": runs["split"]}], 55)
+
+
+def test_tenants_that_were_cut_off_go_on_where_they_were(
+    measured: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three runs are kept; those of ballonet are measured again where its code has changed, a peer's are not."""
+    tenants = measured("tenants")
+    asked: list[Any] = []
+    monkeypatch.setattr(tenants, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    monkeypatch.setattr(tenants, "measure", lambda one, traces: asked.append(one) or {"kept": len(asked)})
+    runs = [tenants.Run(tenants.TINY[0], 1, policy, 12) for policy in ("split", "fast", "swap")]
+    before, after = {True: "stock", False: "before"}, {True: "stock", False: "after"}
+    for code, given, new in ((before, runs[:2], runs[:2]), (before, runs, runs[2:]), (after, runs, runs[1:2])):
+        asked.clear()
+        monkeypatch.setattr(tenants, "digests", lambda code=code: code)
+        *_, rows = tenants.measured(given, (), tmp_path / "build" / "rows.jsonl")
+        assert asked == new
+        assert rows.keys() == {*given}
+
+
+def test_the_settings_of_tenants_are_those_that_were_written_down(measured: Callable[[str], ModuleType]) -> None:
+    tenants, page = measured("tenants"), (ROOT / "docs" / "measuring.md").read_text()
+    settings = tenants.SETTINGS
+    assert len(settings) >= 12
+    assert [str(setting) for setting in settings if f"- {setting}\n" not in page] == []
+    assert {setting.gib for setting in settings} == {24, 34, 48}
+    assert {setting.link for setting in settings} == {25, 55, 450}
+    assert {setting.how for setting in settings} == {"together", "turns", "bursts"}
 
 
 BENCHMARKS = {

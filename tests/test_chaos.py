@@ -18,7 +18,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of
 from ballonet.testing.chaos import OF_A_PEER, WHERE, Chaos
@@ -126,7 +126,7 @@ def test_same_seed_moves_the_same_and_draws_from_no_one_elses_generator() -> Non
 class Layers(ReclaimSource):
     """The source of eight layers of so many pages: a reclaim takes whole ones, and whole ones alone go back."""
 
-    level = Level.HIDDEN_WEIGHTS
+    source = PageSource.HIDDEN_WEIGHTS
 
     def __init__(self, pages: int) -> None:
         self.here = 8

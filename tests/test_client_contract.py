@@ -353,6 +353,28 @@ def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case]) -> 
         device.check()
 
 
+def test_kv_of_requests_that_could_not_be_copied_back_is_right_where_it_is(device: Device) -> None:
+    held: list[Case] = []
+
+    @contextmanager
+    def begin() -> Iterator[SectorsOfRequests]:
+        case = SectorsOfRequests(device)
+        held.append(case)
+        assert take(device, case) > 0
+        device.reap(wait=True)
+        yield case
+        poison(device)
+        end(held)
+
+    def restore(case: SectorsOfRequests) -> None:
+        client = case.pages.client
+        assert client.restore(client.away(range(client.pages))) > 0
+
+    for case, _ in at_each_call(begin, restore, most=3):
+        case.check()
+        device.check()
+
+
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
     parts = (memory_manager, overview, clients, device_view, reclaim, *STEPS)
     for _ in at_each_line(nullcontext, lambda _: offered(device, case[0]), *parts, most=30, least=14):

@@ -135,6 +135,7 @@ VALUES = {  # variable -> a text, and the field that it sets to what
     "BALLONET_LINK_LATENCY": ("1ms", "link_latency", 1e-3),
     "BALLONET_CHAOS": ("7", "chaos", 7),
     "BALLONET_RESERVE": ("2min", "reserve", 120.0),
+    "BALLONET_TURN": ("1500ms", "turn", 1.5),
     "BALLONET_REPLICA_FAULTS": ("/tmp/faults", "replica_faults", Path("/tmp/faults")),
     "BALLONET_FAULT": ("cuMemMap:7, cuMemCreate:1", "faults", (("cuMemMap", 7), ("cuMemCreate", 1))),
     "BALLONET_CONTROL": ("off", "control", False),

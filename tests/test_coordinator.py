@@ -11,8 +11,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.coordinator import LinkClient, LinkOption, Refusal, Shares, options, share, share_running
-from ballonet.offload.policy.plan import Costs, meeting
+from ballonet.offload.policy.coordinator import (
+    LinkClient,
+    LinkOption,
+    PhaseDemand,
+    Refusal,
+    Shares,
+    options,
+    share,
+    share_running,
+)
+from ballonet.offload.policy.plan import Costs, Plan, loaded, meeting
 
 from .links import fair
 
@@ -224,3 +233,45 @@ def test_an_slo_that_cannot_be_kept_any_more_is_given_up_by_the_newest() -> None
     assert slower.shares.options["b"].interval == 2, "its memory demands that much"
     with pytest.raises(ValueError, match="do not fit"):
         share_running([client("a", available=1)], LINK)
+
+
+@st.composite
+def in_turn(draw: st.DrawFn) -> LinkClient:
+    """A model that prefills and decodes in turn, with an SLO for each."""
+    pages = draw(st.sampled_from(SHAPES))
+    total = max(1, sum(pages)) * PAGE / LINK
+    seconds = [total * draw(st.sampled_from([0.2, 0.5, 1, 2, 5])) for _ in "pd"]
+    slos = [one * draw(st.sampled_from([0.5, 0.9, 1.0, 1.2, 2.0, 5.0])) for one in seconds]
+    it = client("a", pages, seconds[0], slos[0], draw(st.integers(max(pages), 2 * sum(pages) + 1)))
+    before = draw(st.sampled_from([Plan(pages), *map(it.costs.plan, range(1, it.costs.none))]))
+    return replace(it, beside=(PhaseDemand(Costs(pages, seconds[1], PAGE / LINK), slos[1]),), standing=before)
+
+
+@settings(max_examples=200)
+@given(in_turn(), st.sampled_from([LINK // 4, LINK // 2, LINK, 2 * LINK]))
+def test_plan_for_two_phases_keeps_both_slos_or_does_the_least_harm(it: LinkClient, bandwidth: int) -> None:
+    """Equals brute force over the intervals that fit."""
+    fits = [i for i in range(1, it.costs.none + 1) if it.costs.plan(i).device_pages <= it.available]
+    assume(fits)
+    before, speed = it.standing, min(bandwidth, LINK)
+    assert before is not None
+
+    def late(interval: int) -> list[float]:
+        plan = it.costs.plan(interval)
+        demands = [(it.costs, it.slo), *it.beside]
+        times = [(replace(costs, page_seconds=PAGE / speed).of(plan), slo) for costs, slo in demands]
+        return [time / slo - 1 for time, slo in times if time > slo]
+
+    def host(interval: int) -> int:
+        return it.costs.plan(interval).host_pages
+
+    running = share_running([it], bandwidth)
+    chosen = running.shares.options["a"].interval
+    if any(not late(i) for i in fits):
+        assert not running.missed
+        assert host(chosen) == max(host(i) for i in fits if not late(i))
+        return
+    harm = {i: (len(late(i)), sum(late(i)), loaded(before, it.costs.plan(i)), host(i)) for i in fits}
+    assert harm[chosen] == pytest.approx(min(harm.values()))
+    time = replace(it.costs, page_seconds=PAGE / speed).of(it.costs.plan(chosen))
+    assert (running.missed.keys(), running.kept) == ({"a"}, {"a"} if time <= it.slo else set())

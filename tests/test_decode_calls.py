@@ -1,5 +1,5 @@
-"""What a decode step costs in Python: where everything is resident, calls of ballonet, by layer and before the layers;
-where layers stream, all calls against stock's.
+"""What a decode step costs in Python: where everything is resident, calls of ballonet in the whole of it, and before
+the layers; where layers stream, all calls against stock's.
 
 Stock's own calls, of torch and transformers, are some hundreds per layer. Counts do not depend on load: those of most
 steps are taken, as some learn what the last ones took.
@@ -8,6 +8,7 @@ steps are taken, as some learn what the last ones took.
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,11 +21,13 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices
+from ballonet.hooks.batching import steps
 from ballonet.hooks.weights.follow import _registered
 
 from .counting import each_call
 from .models import build, prompts
 from .pool import take_out
+from .serving.batches import ask, looping
 from .tuned import Clock, Tuned
 
 PAGE = 65536  # many tokens of KV: the steps that are counted fill none
@@ -75,10 +78,47 @@ def decoding(layers: int) -> tuple[int, int]:
     return usual
 
 
-def test_a_resident_layer_costs_few_calls_and_what_comes_before_the_first_does_not_depend_on_them() -> None:
+def test_a_token_of_a_resident_model_costs_15_calls_and_6_per_layer() -> None:
     few, many = decoding(4), decoding(24)
-    assert (many[1] - few[1]) / 20 + 1 <= 12, "with what torch tells of it"
-    assert few[0] == many[0] <= 25
+    for layers, (_, calls) in ((4, few), (24, many)):
+        assert calls + layers <= 15 + 6 * layers, "with what torch tells of each layer"
+    assert few[0] == many[0] <= 13, "before the first layer"
+
+
+class StepCalls:
+    """Calls of ballonet in each step of a loop, on its thread, but for those of attention by request."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def profile(self, frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event != "call" or not name.startswith("ballonet.") or frame.f_code is _registered.__code__:
+            return
+        if frame.f_code is steps.prepare_step.__code__:
+            self.steps.append(0)
+        elif self.steps and name != "ballonet.hooks.batching.attention":
+            self.steps[-1] += 1
+
+
+def stepping(layers: int, requests: int) -> int:
+    """Calls of a step in which each of so many requests decodes a token: those that most steps have."""
+    model, calls = build("llama", num_hidden_layers=layers), StepCalls()
+    with ballonet.manage(model):
+        threading.setprofile(calls.profile)
+        try:
+            with looping(model, 64) as manager:
+                ask(manager, [[5, 6, 7 + n] for n in range(requests)])
+        finally:
+            threading.setprofile(None)
+    ((usual, _),) = Counter(calls.steps).most_common(1)
+    return usual
+
+
+@pytest.mark.counts
+def test_a_step_of_requests_that_decode_costs_30_calls_8_per_layer_and_6_per_request() -> None:
+    for layers, requests in ((4, 4), (8, 4), (4, 8)):
+        assert stepping(layers, requests) <= 30 + 8 * layers + 6 * requests
 
 
 class Everybodys(Calls):

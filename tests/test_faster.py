@@ -21,7 +21,7 @@ from ballonet.offload.policy.plan import Costs, Plan, fewest, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Phase
 
-from .fake_manager import EQUAL, LINK, PAGE, FakeDevice, FakeModel, a_manager
+from .fake_manager import EQUAL, LINK, PAGE, STAYING, FakeDevice, FakeModel, a_manager
 from .tuned import Clock
 
 LOOK, MARGIN = DEFAULT.weights.look, DEFAULT.weights.margin
@@ -73,16 +73,14 @@ def test_layers_of_any_size_and_iterations_of_several_kinds(
     pages: list[int], data: st.DataObject, kinds: list[tuple[int, Fraction]]
 ) -> None:
     standing = data.draw(st.sampled_from(list(plans(pages))))
-    most = data.draw(st.none() | st.integers(0, 9))
     done = [(count, costs(pages, ratio, seconds=1 / ratio)) for count, ratio in kinds]
-    chosen = fastest(standing, done, MARGIN, most)
+    chosen = fastest(standing, done, MARGIN)
     if chosen == standing:
         return
     assert chosen.device_pages <= standing.device_pages
-    assert most is None or len(chosen.streamed) <= most
     before, after = (sum(count * kind.expected(plan) for count, kind in done) for plan in (standing, chosen))
     assert after < (1 - MARGIN) * before
-    assert fastest(chosen, done, MARGIN, most) == chosen
+    assert fastest(chosen, done, MARGIN) == chosen
 
 
 def test_phase_that_takes_the_time_decides() -> None:
@@ -108,7 +106,9 @@ ONE, TWO = (streaming(EQUAL, spread(EQUAL, 4 + slots), slots) for slots in (1, 2
 def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, MemoryManager, Clock, FakeModel]:
     """The model's layers take so many times as long to copy as to compute, in either phase."""
     seconds = sum(EQUAL) * PAGE / LINK / ratio
-    device, manager, clock, (a,) = a_manager(100, {"plan": plan, "decode": seconds, "prefill": seconds, **options})
+    device, manager, clock, (a,) = a_manager(
+        100, {"plan": plan, "decode": seconds, "prefill": seconds, **options}, tuning=STAYING
+    )
     return device, manager, clock, a
 
 
@@ -137,7 +137,9 @@ def test_once_measured_it_takes_the_faster_one_and_keeps_it(ratio: float, plan: 
 def test_plan_stays_where_nothing_was_measured() -> None:
     for unknown in ({"decode": None, "prefill": None}, {"bandwidth": None}):
         bandwidth = unknown.pop("bandwidth", LINK)
-        _, manager, _, (a,) = a_manager(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
+        _, manager, _, (a,) = a_manager(
+            100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth, tuning=STAYING
+        )
         assert changes(a, manager, 200) == []
         assert "assumed" in a.decisions[-1].why
     manager.link.bandwidth = LINK

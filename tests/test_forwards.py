@@ -120,7 +120,7 @@ def test_a_part_that_is_called_by_itself_holds_a_lease(device: Device, name: str
     model = models.build(name)
     managed = ballonet.manage(model)
     group, begun, points = managed._weights.group, [], []
-    managed._residency.before = points.append  # type: ignore[method-assign]
+    managed._residency.before = lambda point, *_: points.append(point)  # type: ignore[method-assign]
     inner = model.get_submodule(f"model.{part}".strip("."))
     inner.layers[0].register_forward_hook(lambda *_: begun.append(group.leases))
     with torch.no_grad():

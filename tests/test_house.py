@@ -111,6 +111,7 @@ FACTS = {
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
     "offload/policy/coordinator.py": {"FIXED"},
+    "offload/policy/turns.py": {"SHARED"},  # the number of no model
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/record/record.py": {"FORMAT"},
     "offload/residency/kv_slots.py": {"_TAKEN"},
@@ -354,10 +355,11 @@ PROCESS = {
     "hooks/watch/registry.py": "REGISTRY",  # Prometheus asks a process
     "hooks/weights/follow.py": "_followers",  # torch's hooks on registrations are of all modules
     "hooks/weights/ranges.py": "FROM_CPU",  # an empty mapping, known by its identity
-    "offload/manager/decision.py": "_kept _meeting",  # by numbers; the last some hundred are kept
+    "offload/manager/decision.py": "_kept _needed",  # by numbers; the last some hundred are kept
     "offload/policy/coordinator.py": "_valid_anywhere",  # by numbers; the last some hundred are kept
     "offload/policy/plan.py": "_fewest",  # by numbers; the last some hundred are kept
-    "offload/policy/remap.py": "_least cap nested",  # by numbers; the last some hundred are kept
+    "offload/policy/price.py": "_lost_parts exposed_part",  # by numbers; the last some thousand are kept
+    "offload/policy/giving.py": "_smallest nested",  # by numbers; the last some hundred are kept
     "offload/policy/replicas/groups.py": "_cut",  # by numbers; the last some hundred are kept
     "offload/record/link.py": "_gpu",  # NVML is opened once, and stays open; by the name of the GPU
 }

@@ -11,7 +11,6 @@ from ballonet.offload.policy.lending import (
     Unit,
     UnitExchange,
     Window,
-    block_bytes,
     due,
     resized,
     scale_down,
@@ -19,6 +18,8 @@ from ballonet.offload.policy.lending import (
     unit,
     unit_within,
 )
+
+from .swiftcache import block_bytes
 
 MIB = 2**20
 SIZES = st.integers(1, 60)

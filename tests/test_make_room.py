@@ -12,7 +12,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError, BudgetInUse
 from ballonet.hooks.device import managers
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .models import build, logits
@@ -127,7 +127,7 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream(tuned: Tuned) -
         ballonet.set_budget(used() * PAGE + alone - 4 * PAGE)  # the first one gives a layer
         clock.now += 2 * DEFAULT.pages.idle
         candidates = managers.of(devices.require()).reclaim.candidates()
-        assert any(candidate.level is Level.IDLE_WEIGHTS for candidate in candidates)
+        assert any(candidate.source is PageSource.IDLE_WEIGHTS for candidate in candidates)
         with ballonet.manage(second) as other:
             assert other.report().streamed == ()
             ballonet.set_budget(BUDGET)

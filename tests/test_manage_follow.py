@@ -20,6 +20,7 @@ import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
+from ballonet.hooks.forward.forwards import EnterLayer
 from ballonet.hooks.weights import follow
 from ballonet.hooks.weights.moving import MoveIn
 
@@ -385,11 +386,16 @@ def test_a_weight_of_two_managed_models_stays_with_the_first(device: Device) -> 
 # Layers
 
 
-def order(model: Any, managed: ballonet.Managed) -> list[int]:
+def order(model: Any) -> list[int]:
     """Which boundaries are passed in one forward."""
-    seen: list[int] = []
+    seen, enter = list[int](), EnterLayer.__call__
+
+    def entered(hook: EnterLayer, *args: Any) -> Any:
+        seen.append(hook._layer)
+        return enter(hook, *args)
+
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(managed._weights, "use", lambda layer: seen.extend([] if layer is None else [layer]))
+        patch.setattr(EnterLayer, "__call__", entered)
         model(**models.prompts(1, 5))
     return seen
 
@@ -419,7 +425,7 @@ def test_every_layer_has_its_boundary_and_its_ranges(device: Device, name: str, 
         if configured:
             variant.config.num_hidden_layers = variant.model.config.num_hidden_layers = len(variant.model.layers)
             variant.config.layer_types = ["full_attention"] * len(variant.model.layers)
-    seen = order(model, managed)
+    seen = order(model)
     assert seen == list(range(len(seen)))
     assert len(seen) == (count if configured else min(count, 3))
     assert f"{count} decoder layers" in repr(managed)

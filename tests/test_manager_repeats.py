@@ -164,10 +164,13 @@ class World:
             device.published,
             [(key, index) for key, _, (index,) in device.listed],
             [(model.plan, model.gone, model.loaded) for model in device.models],
-            [(state.used, state.waking, state.point, state.passes, state.grant) for state in known.clients.models],
+            [(state.used, state.usual, state.left, state.point, state.passes) for state in known.clients.models],
             [(cache.pages, cache.away, cache.clean, cache.asked_to_copy, cache.gave_buffers) for cache in self.caches],
-            [(state.used, state.restorable, state.activity.at) for state, _ in known.clients.paged],
-            (self.manager.pages.short, self.manager.pages.scarce, self.manager.pages._calm),
+            [
+                (state.used, state.usual, state.left, state.waited, state.activity.at)
+                for state, _ in known.clients.paged
+            ],
+            (self.manager.pages.short, self.manager.pages.scarce, known.horizon),
             (known.lending.due_at, [self.manager.repayment.lending_of(model) for model in device.models]),
         )
 
@@ -254,7 +257,7 @@ def test_where_nothing_happens_the_same_is_told_again(calm: World) -> None:
         (World.demand, (1,)),
         (World.traffic, (8,)),
         (World.seconds, (0, 0.1)),
-        (World.wait, (PAGES.dwell,)),
+        (World.wait, (2 * PAGES.idle,)),
     ],
 )
 def test_answer_is_made_anew_after_an_event(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,30 +16,111 @@ from ballonet.offload.policy.coordinator import LinkClient, Refusal, Shares, sha
 from ballonet.offload.policy.coordinator import options as options_of
 from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, meeting
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.record.record import Point
+from ballonet.offload.record.record import PHASES, Point
 
 from .fake_manager import EQUAL, LINK, PAGE, FakeModel, a_manager, keys
 from .links import fair
 
-PAGES = DEFAULT.pages
+PAGES, PLANS = DEFAULT.pages, DEFAULT.weights
 
 
-def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
-    """Select-N, phases: the smallest interval of each, switched between iterations; i_prefill ≤ i_decode."""
-    device, manager, _, (a,) = a_manager(60, {"tpot": 0.025, "ttft": 0.06})
+def both_kept(client: FakeModel, interval: int) -> bool:
+    phases = (Costs(EQUAL, client.times[phase] or 0.0, 0.001).time(interval) <= client.slo(phase) for phase in PHASES)
+    return all(phases)
+
+
+def test_an_slo_frees_memory_at_once() -> None:
+    """Select-N: the smallest interval that keeps it; the pages are for whoever wants them."""
+    device, manager, _, (a,) = a_manager(60, {"tpot": 0.025})
     assert device.free == 20
-    seen = {}
-    for phase, slo in (("prefill", 0.06), ("decode", 0.025), ("prefill", 0.06), ("decode", 0.025)):
-        decision = a.step(manager, phase)  # type: ignore[arg-type]
-        costs = Costs(EQUAL, a.times[phase], 0.001)  # type: ignore[arg-type]
-        assert decision.interval == meeting(costs, slo)
-        assert decision.plan == a.plan == costs.plan(decision.interval)  # type: ignore[arg-type]
-        assert decision.seconds == costs.of(a.plan) <= slo
-        assert decision.refusal is None
-        seen[phase] = decision.interval
-        assert device.free == 60 - a.plan.device_pages > 20, "for whoever wants it"
-    assert seen["prefill"] < seen["decode"]
+    decision = a.step(manager)
+    costs = Costs(EQUAL, 0.02, 0.001)
+    assert decision.interval == meeting(costs, 0.025)
+    assert decision.plan == a.plan == costs.plan(decision.interval)
+    assert decision.seconds == costs.of(a.plan) <= 0.025
+    assert decision.refusal is None
+    assert device.free == 60 - a.plan.device_pages > 20, "for whoever wants it"
     assert device.trace == []
+
+
+@given(
+    tpot=st.sampled_from([1.0, 1.1, 1.5, 3.0]),
+    ttft=st.sampled_from([1.0, 1.1, 1.5, 3.0]),
+    prefill=st.sampled_from([0.01, 0.03, 0.2]),
+    came=st.sampled_from([40, 15, 10]),
+)
+def test_nothing_is_loaded_where_prefills_and_steps_take_turns(
+    tpot: float, ttft: float, prefill: float, came: int
+) -> None:
+    """One plan keeps both SLOs, that with most on the host."""
+    plan = fewest(EQUAL, came, Fraction(2))
+    options = {"tpot": 0.02 * tpot, "ttft": prefill * ttft, "prefill": prefill, "plan": plan}
+    device, manager, _, (a,) = a_manager(60, options)
+    best = next(i for i in range(1, 10) if both_kept(a, i))
+    for phase in ("prefill", "decode", "decode"):
+        a.step(manager, phase)  # type: ignore[arg-type]
+    before, changes = a.loaded, a.changes_made
+    for phase in ("prefill", "decode", "decode") * 3:
+        decision = a.step(manager, phase)  # type: ignore[arg-type]
+        assert decision.refusal is None
+        assert decision.seconds == Costs(EQUAL, a.times[phase] or 0.0, 0.001).of(a.plan) <= a.slo(phase)
+    assert (a.loaded, a.changes_made) == (before, changes), "nothing moves at a boundary"
+    assert a.plan == Costs(EQUAL, 1.0, 0.001).plan(best)
+    assert device.free == 60 - a.plan.device_pages
+
+
+def test_answers_and_prompts_of_several_sizes_keep_one_plan() -> None:
+    """What the longest of late allow."""
+    _, manager, _, (a,) = a_manager(60, {"tpot": 0.05, "ttft": 0.9})
+
+    def seconds(point: Point) -> float:
+        return {"prefill": 0.01, "decode": 0.001}[point.phase] * point.length
+
+    a.seconds = seconds  # type: ignore[method-assign]
+
+    def answer(prompt: int) -> None:
+        a.step(manager, "prefill", length=prompt)
+        for length in (prompt, 2 * prompt):
+            a.step(manager, "decode", length=length)
+
+    answer(8)
+    answer(16)
+    before = a.loaded
+    for prompt in (8, 16, 8, 8, 16):
+        answer(prompt)
+    assert a.loaded == before
+    for _ in range(PLANS.sizes):
+        answer(8)
+    assert len(a.plan.streamed) > 2, "long ago counts no more"
+
+
+@pytest.mark.parametrize("ttft", [0.02, 0.025])
+def test_prefill_longer_than_its_slo_does_not_cost_the_slo_of_decoding(ttft: float) -> None:
+    """No plan keeps both. One SLO is missed, by as little as can be, and nothing is loaded for that at boundaries."""
+    _, manager, _, (a,) = a_manager(60, {"tpot": 0.025, "ttft": ttft})
+    for _ in range(3):
+        prefill, decode = a.step(manager, "prefill"), a.step(manager, "decode")
+        assert prefill.refusal is not None
+        assert prefill.seconds == 0.03, "as long as with every layer resident"
+        assert decode.refusal is None
+        assert decode.seconds is not None
+        assert decode.seconds <= 0.025
+        assert "the SLO of the other phase is not" in decode.why
+    assert a.loaded == 0
+
+
+def test_plan_is_not_loaded_by_an_iteration_that_has_no_time_for_it() -> None:
+    """While its plan so far keeps both SLOs, another one waits for an iteration that has the time to load it."""
+    _, manager, _, (a,) = a_manager(60, {"tpot": 0.0401, "ttft": 0.1, "decode": 0.02, "prefill": 0.03})
+    a.plan = Costs(EQUAL, 1.0, 0.001).plan(3)
+    a.tpot_slo = 0.0201
+    manager.changed(a)
+    kept = a.step(manager, "decode")
+    assert (kept.plan.streamed, a.loaded) == ((2, 5), 0)
+    assert kept.refusal is None
+    a.step(manager, "prefill")
+    assert a.plan.streamed == (1, 3, 5, 7)
+    assert a.loaded == 5
 
 
 def test_slo_of_requests_is_a_limit_and_no_aim() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, smallest, spread, streaming
+from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, meeting, smallest, spread, streaming
 
 from .closed_forms import evenly, one_slot
 
@@ -123,3 +123,23 @@ def test_the_smallest_is_no_larger_than_any_placement_of_one_slot_allows(pages: 
     assert best <= smallest(pages) <= sum(pages)
     if len(set(pages)) == 1:
         assert smallest(pages) == best
+
+
+@given(st.sampled_from([4, 6, 8, 12]), st.integers(1, 12), st.sampled_from([0, 1, 3, 10]), st.sampled_from(RATIOS))
+def test_host_takes_its_time_for_each_layer_that_streams(
+    layers: int, interval: int, entering: int, ratio: Fraction
+) -> None:
+    """T = max(n·T_c + m·h, m·T_T), equal layers a millisecond each, and the smallest interval for an SLO by that."""
+    host = entering / 10_000
+    costs = Costs((3,) * layers, layers / 1000, float(ratio) / 3000, host)
+
+    def time(streamed: int) -> float:
+        return max(layers / 1000 + streamed * host, streamed * float(ratio) / 1000)
+
+    even = (layers // i for i in range(2, layers + 1) if layers % (2 * i) == 0)  # so that two slots divide them
+    for count in even:
+        assert costs.time(layers // count) == pytest.approx(time(count), rel=1e-5)
+        assert costs.expected(costs.plan(layers // count)) <= time(count) * (1 + 1e-5)
+    assert costs.time(costs.none) == layers / 1000
+    slo = costs.time(min(interval, costs.none))
+    assert meeting(costs, slo) == min(i for i in range(1, costs.none + 1) if costs.time(i) <= slo)

@@ -26,7 +26,7 @@ from .tuned import Clock, tuning
 
 # The settings in which a plan says "about": by a few pages that kernels may allocate inside of themselves more leaves,
 # or less (offload/policy/planner/memory.py, Note [What cannot be foreseen]).
-ABOUT = frozenset({4, 11})
+ABOUT = frozenset({4, 11, 12})
 NAMES = ("llama", "qwen3", "gpt2", "gemma2", "mistral", "olmo2", "mixtral", "phi")
 LAYERS = {"gpt2": "n_layer"}
 SLACK = 4  # pages: small blocks of the heap, which few operators share out
@@ -207,4 +207,6 @@ def test_without_the_least_budget_nothing_runs_and_with_it_it_does(tmp_path: Pat
             refused = None  # type: ignore[assignment]
         with installing(least, setting.page) as now:
             now()
-            assert run(model, setting).streamed == setting.layers
+            with ballonet.manage(model) as managed:
+                assert len(managed.report().streamed) == setting.layers
+            run(model, setting)

@@ -308,13 +308,13 @@ def test_models_that_stream_share_the_link() -> None:
     assert (both.slowest.tpot or 0) > 1.5 * (alone.slowest.tpot or 0)
 
 
-def test_kv_that_left_for_the_prompt_is_back_in_long_answers() -> None:
-    model = needs(kv=10, decode=1e-3)
-    crowded = replace(model, prompt=replace(model.prompt, activations=60))
-    budget = PlanBudget(everything([model]), PAGE, SECONDS)
-    short, long = (answered([crowded], budget, tokens) for tokens in (10, 10**6))
-    assert short.slowest.host > 0
-    assert long.slowest.host == 0
+def test_layers_that_had_to_stream_while_the_model_was_loaded_are_back_in_long_answers() -> None:
+    model = replace(needs(kv=1, decode=1e-3), working=40)
+    budget = PlanBudget(everything([model]) - 10, PAGE, SECONDS)
+    short, long = (answered([model], budget, tokens) for tokens in (2, 10**6))
+    assert short.models[0].plan is not None
+    assert long.models[0].plan is not None
+    assert short.models[0].plan.streamed != () == long.models[0].plan.streamed
 
 
 # -- what would help

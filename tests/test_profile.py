@@ -7,6 +7,7 @@ import gc
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,10 @@ from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks import profile
 from ballonet.hooks.device.key import key_for, key_of
 from ballonet.hooks.device.streams import HostMarks
-from ballonet.hooks.managed import pace_of
+from ballonet.hooks.managed import pace_of, residency_of
 from ballonet.hooks.measure.pace import Pace, point_of
 from ballonet.hooks.plan import needs, planner
-from ballonet.hooks.profile import Grid, load_or_measure, measured
+from ballonet.hooks.profile import Grid, load_or_measure, measured, streaming_some
 from ballonet.hooks.programs import facts as profile_facts
 from ballonet.offload.policy.plan import Costs
 from ballonet.offload.policy.tuning import DEFAULT
@@ -103,6 +104,26 @@ def test_the_median_of_what_is_left_without_stalls_and_without_the_first(llama: 
         assert slow.calls.count((batch, 64)) == 1 + DEFAULT.records.rounds
 
 
+def test_host_time_of_a_streamed_layer_is_what_a_step_takes_longer_for_each(llama: Any) -> None:
+    slow, streams = Slow(llama), 0
+
+    def enter_layers(_: Any) -> None:
+        slow.now += 0.25 * streams
+
+    llama.model.layers[0].register_forward_pre_hook(lambda *_: enter_layers(_))
+
+    @contextmanager
+    def some() -> Iterator[int]:
+        nonlocal streams
+        streams = 3
+        yield streams
+        streams = 0
+
+    known, _ = measured(llama, slow.pace, EMPTY, Grid(1, 64))
+    assert profile.measured_entering(llama, slow.pace, known, Grid(1, 64), some()) == pytest.approx(0.25)
+    assert profile.measured_entering(llama, slow.pace, known, Grid(1, 64), nullcontext(0)) == 0.0
+
+
 def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
     """By pieces: the first step of each call is recorded, and so not timed."""
     slow = Slow(llama)
@@ -110,7 +131,7 @@ def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
     def runs(_: Any, args: Any, kwargs: Any) -> None:
         point = point_of(args, kwargs)
         if point is not None and point.phase == "decode":
-            assert slow.pace.heard, "each of them counts"
+            assert slow.pace.listeners, "each of them counts"
             slow.pace.forget() if point.length == 64 else slow.pace.replayed()
 
     llama.register_forward_pre_hook(runs, with_kwargs=True)
@@ -210,6 +231,24 @@ def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest
         anew = load_or_measure(model, pace_of(managed), device, SMALL, force=True)
         assert set(anew.record.seconds) == set(first.record.seconds)
         assert load(path, anew.record.key) == anew.record
+
+
+def test_layers_that_stream_for_a_measurement_are_resident_again(installed: None, folder: Path) -> None:
+    with install.stock():
+        model = build("llama", num_hidden_layers=4)
+    with ballonet.manage(model) as managed:
+        residency, seen = residency_of(managed), list[tuple[int, ...]]()
+        model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(residency.plan.streamed))
+        timed = load_or_measure(model, pace_of(managed), devices.require(), SMALL, residency=residency)
+        assert set(seen) == {(), (3,)}
+        assert timed.record.entering >= 0
+        assert load(timed.path, timed.record.key) == timed.record
+        assert residency.plan.streamed == ()
+        devices.require().check()
+        with streaming_some(residency, 5) as count:
+            assert count == 0, "none of four"
+    with ballonet.manage(model, interval=2) as managed, streaming_some(residency_of(managed), 1) as count:
+        assert count == 2, "beside those that do"
 
 
 def test_a_model_that_keeps_prefixes_is_measured_without_them(model: Any, folder: Path) -> None:
@@ -325,7 +364,8 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
         (phase, batch, 8) for phase in ("prefill", "decode") for batch in (1, 2)
     }
     for fact in facts["points"]:
-        costs = Costs(tuple(facts["layers"]), fact["seconds"], facts["page_size"] / facts["bandwidth"])
+        page_seconds = facts["page_size"] / facts["bandwidth"]
+        costs = Costs(tuple(facts["layers"]), fact["seconds"], page_seconds, facts["entering"])
         assert fact["ratio"] == pytest.approx(float(costs.ratio))
         fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * fact["seconds"]]
         assert fact["hidden"] == fast[0]

@@ -229,3 +229,20 @@ def test_time_at_an_interval_is_the_closed_form() -> None:
     assert at_interval(it.pages, 4).steady(Fraction(4)).time == 32
     with pytest.raises(ValueError, match="interval"):
         it.time(0)
+
+
+def test_file_with_and_without_the_host_time_of_a_streamed_layer_is_read(tmp_path: Path) -> None:
+    """Files that were written before it was measured have none."""
+    path = path_of(tmp_path, KEY)
+    save(RECORD, path)
+    assert "entering" not in path.read_text()
+    assert load(path, KEY) == RECORD
+    measured = Record(KEY, 5e10, POINTS, entering=2.5e-4)
+    save(measured, path)
+    assert load(path, KEY) == measured
+    assert load(path, KEY).entering == 2.5e-4
+    without = intervals(RECORD, "decode", (5,) * 8, 10**6, 0.0205)
+    assert intervals(measured, "decode", (5,) * 8, 10**6, 0.0205) != without, "the table counts it"
+    path.write_text(path.read_text().replace("0.00025", "0.00026"))
+    with pytest.raises(Unusable, match="checksum"):
+        load(path, KEY)

@@ -30,6 +30,7 @@ def processes(draw: st.DrawFn, rested: bool = False) -> list[Sharer]:
             draw(st.integers(0, min(part, TOTAL // count))),
             draw(st.integers(0, 2)),
             draw(age),
+            tuple(zip(draw(st.lists(st.integers(0, TOTAL), max_size=3)), (0.0, 1.0, 4.0), strict=False)),
         )
         for part in parts
     ]
@@ -86,6 +87,16 @@ def test_free_bytes_go_first_and_then_idle_ones() -> None:
     low = replace(idle, part=400, priority=-1)
     assert shares(1600, [asks, replace(idle, part=500), low], TUNING) == (500, 500, 400)
     assert shares(1200, [asks, replace(idle, part=500), low], TUNING) == (500, 500, 200), "the lowest priority gives"
+
+
+def test_of_equals_what_is_missed_least_is_given_first_whoever_has_it() -> None:
+    asks = Sharer(400, 400, 700)
+    one = Sharer(600, 100, prices=((50, 0.0), (200, 2.0), (250, 9.0)))
+    two = Sharer(600, 300, prices=((100, 0.0), (200, 5.0)))
+    assert shares(1600, [asks, one, two], TUNING) == (700, 400, 500), "all that costs nothing, then the cheapest"
+    assert shares(1600, [asks, replace(one, priority=1), two], TUNING) == (700, 600, 300), "but priority goes first"
+    silent = replace(one, prices=())
+    assert shares(1600, [asks, silent, two], TUNING) == (700, 600, 300), "who says nothing gives last"
 
 
 def test_a_part_that_was_just_raised_is_not_idle() -> None:

@@ -1,6 +1,6 @@
 """What Select-N and Oneiros claim, row by row, as far as numbers alone can show it; errata of the papers included.
 
-Coordinator, who gives, remapping and reversion are in test_coordinator.py and test_remap.py, the record's file in
+Coordinator, who gives, remapping and reversion are in test_coordinator.py and test_giving.py, the record's file in
 test_record.py. test_rows.py has the whole list.
 """
 

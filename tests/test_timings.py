@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.timings import Timings
-from ballonet.offload.policy.plan import Costs, meeting
+from ballonet.offload.policy.plan import Costs, Plan, at_interval, meeting
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point, Record
 
@@ -85,3 +85,16 @@ def test_the_manager_judges_an_slo_by_the_time_of_a_step_by_pieces() -> None:
     assert pieces.refusal is None
     assert pieces.interval == meeting(costs, 0.02)
     assert pieces.seconds == costs.of(pieces.plan) <= 0.02
+
+
+def test_time_of_a_step_that_streams_counts_without_the_host_time_of_its_layers() -> None:
+    """What the host took for each of them is added to what a plan takes, and would count twice."""
+    timings = Timings(lambda: float(LINK), DEFAULT.weights)
+    timings.record = Record({}, float(LINK), entering=0.001)
+    timings.note(timed(EAGER, False), at_interval(EQUAL, 2))
+    timings.learn()
+    assert timings.seconds(HERE) == EAGER - 4 * 0.001
+    assert timings.entering == 0.001
+    timings.note(timed(EAGER, False, Point("decode", 1, 1000)), Plan(EQUAL))
+    timings.learn()
+    assert timings.seconds(Point("decode", 1, 1000)) == EAGER

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ...allocator._native import Device
+from ...offload.manager.client import ModelClient
 from ...offload.manager.decision import Lendable
 from ...offload.policy.prefixes import chain
 from ...offload.policy.step_costs import NOTHING, RequestSLO, StepCosts
@@ -48,7 +49,8 @@ class Batched:
     """A model whose continuous batching is elastic, on `device`; `name`: for logs. `costs`: times of its steps. `fast`:
     are batches chosen by them? `require(tpot, ttft, others)` is called before each batch with the seconds that its
     requests allow for a decode step and for one with prompts, and whether other requests wait for its end. `lends`:
-    pages that its own layers could give, and their price. `loop_caches`: the cache that outlives the loops; None: each
+    pages that its own layers could give, and their price. `client`: returns its layers, as the manager knows them; None
+    once it is collected. `loop_caches`: the cache that outlives the loops; None: each
     loop has its own. `slo`: of requests without one of their own. `positions`: the longest sequence that it supports;
     None: any. `schedules`: of its live loops; `clients`: of the pages of their caches; `latencies`: of their
     requests."""
@@ -59,6 +61,7 @@ class Batched:
     fast: bool
     require: Require
     lends: Lends
+    client: Callable[[], ModelClient | None]
     loop_caches: LoopCaches | None = None
     slo: RequestSLO = NOTHING
     positions: int | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..forward.lease import GroupLease, current
 from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
 from .blocks import ListedBlocks, PromptBlocks
-from .pages import RESERVED, NewBlock, RequestPages, SectorClient, SectorPages, SectorPool
+from .pages import RESERVED, NewBlock, RequestPages, SectorPages, SectorPool
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -37,6 +37,7 @@ class ElasticPagedCache(PagedAttentionCache):
     kept: ListedBlocks | None = None  # where beginnings of prompts are shared
     _renewed = False  # was the model looked at since the last batch?
     _indices: list[list[int]] | None = None  # of rows that the batch writes
+    _displaced = False  # are pages on the host, where the batch may fill blocks?
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # the next batch's
+        self.batch: object = None  # the same while the same requests decode (repeated.py)
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.vocabulary: int = config.vocab_size
@@ -122,17 +124,14 @@ class ElasticPagedCache(PagedAttentionCache):
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Allocates blocks as stock does, with pages under new ones: all, or none."""
         with self.pages.client.lock:
-            return self._can_store(state, request_len, dry_run)
-
-    def _can_store(self, state: Any, request_len: int, dry_run: bool) -> bool:
-        needed = self._sectors_needed(state, request_len)
-        if dry_run or not needed or needed > self.pool.num_free_sectors:
-            return bool(super().can_store_request_tokens(state, request_len, dry_run))
-        try:
-            self.pool.take(needed, "host" if state.request_id in self.on_host else "device")
-        except (torch.OutOfMemoryError, DriverError):
-            return False
-        return bool(super().can_store_request_tokens(state, request_len))
+            needed = self._sectors_needed(state, request_len)
+            if dry_run or not needed or needed > self.pool.num_free_sectors:
+                return bool(super().can_store_request_tokens(state, request_len, dry_run))
+            try:
+                self.pool.take(needed, "host" if state.request_id in self.on_host else "device")
+            except (torch.OutOfMemoryError, DriverError):
+                return False
+            return bool(super().can_store_request_tokens(state, request_len))
 
     @property
     def logit_rows(self) -> int:
@@ -226,11 +225,13 @@ class ElasticPagedCache(PagedAttentionCache):
             self.free_all_requests()
             self.pool.try_to_free_sectors()
 
-    def begins(self, requests: Iterable[str]) -> None:
-        """Prepares the pages of these requests for a step that is about to begin."""
+    def begins(self, requests: Iterable[str], later: Iterable[str] = ()) -> None:
+        """Prepares the pages of these requests for a step that is about to begin; `later`: those that have begun, and
+        go on in one after it."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            self.pages.client.begins({piece for request in requests for piece in self.request_pages.pieces(request)})
+            reads, held = (set[int]().union(*map(self.request_pages.pieces, some)) for some in (requests, later))
+            self.pages.client.begins(reads, held)
 
     def extend_read_and_write_indices(
         self,
@@ -241,16 +242,18 @@ class ElasticPagedCache(PagedAttentionCache):
         write_index: list[list[int]],
     ) -> None:
         """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (pages.py)."""
-        rows = [len(index) for index in write_index]
         if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
             self._indices, self.new_blocks = write_index, {}
             if self.by_request is not None:
                 self.by_request.begin(reads=read_index is not None)
-        reads = [None] * len(rows) if read_index is None else [len(index) for index in read_index]
+            self._displaced = self.pages.client.displaced > 0
+        if self._displaced:
+            rows = [len(index) for index in write_index]
+            reads = [None] * len(rows) if read_index is None else [len(index) for index in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
         if self.by_request is not None:
             self.by_request.add(request_id, past_length, query_length)
-        if not self.pages.client.displaced:
+        if not self._displaced:
             return
         for n, (kind, allocator) in enumerate(self.cache_allocators.items()):
             if kind != "full_attention":
@@ -275,8 +278,12 @@ class ElasticPagedCache(PagedAttentionCache):
         """Updates the cache under a lease, the forward's if there is one. `kwargs`: of the forward. Returns keys and
         values, [1, heads, tokens, dim]."""
         updated: tuple[torch.Tensor, torch.Tensor]
-        with GroupLease(self.group):
-            client = self._uses()
+        client, lease = self.pages.client, current()
+        with GroupLease(self.group) if lease is None else nullcontext():  # in few calls, as it runs for each layer
+            if lease is not None:
+                lease.enter_group(self.group)
+                lease.touched(client)
+            client.uses()
             allocator: Any = self.layer_to_allocator[layer_idx]
             put = None
             if self.by_request is not None:
@@ -316,14 +323,6 @@ class ElasticPagedCache(PagedAttentionCache):
         attended: torch.Tensor = kwargs[BY_REQUEST](query, scale, dropout)
         return attended
 
-    def _uses(self) -> SectorClient:
-        """Notes, under a lease, that kernels of the current stream use the cache. Returns its client."""
-        client = self.pages.client
-        client.uses()
-        if (lease := current()) is not None:
-            lease.touched(client)
-        return client
-
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
         """Copies blocks under a lease, one by one where there is no memory for intermediate copies."""
         with GroupLease(self.group):
@@ -337,8 +336,10 @@ class ElasticPagedCache(PagedAttentionCache):
                         view[target].copy_(view[source])
 
     def _sectors_needed(self, state: Any, tokens: int) -> int:
-        held, name = state.current_len(), state.request_id
-        return sum(allocator.needs_new_sectors(name, held, tokens) for allocator in self.cache_allocators.values())
+        held, name, sectors = state.current_len(), state.request_id, 0
+        for allocator in self.cache_allocators.values():
+            sectors += allocator.needs_new_sectors(name, held, tokens)
+        return sectors
 
 
 @dataclass(frozen=True, slots=True)

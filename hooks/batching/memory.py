@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, LogicalBuffer, Memory, can_ever_run
-from ...offload.policy.reclaim_order import Level
+from ...offload.policy.reclaim_order import PageSource
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach
 from ..weights.ranges import host_pages_left
@@ -30,7 +31,7 @@ class RequestMemory:
         self._cache = cache
         self._measured = measured
         self._most = most
-        self._extra_reserve = 0  # bytes that stay free beside the reserve
+        self.extra_reserve = 0  # bytes that stay free beside the reserve
         self.without_reserve = False  # may one request have all that is free?
         self._needed = 0  # bytes for activations of the last batch, as estimated
         self._grown = 0, 0  # bytes idle in the heap after a batch for which it could grow freely, and of its estimate
@@ -44,7 +45,7 @@ class RequestMemory:
         now = self._measured()
         used = self._cache.pages.client.displaced * self._cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        extra = self._aside if plain else self._aside + self._extra_reserve
+        extra = self._aside if plain else self._aside + self.extra_reserve
         return replace(now, reserve=now.reserve + extra, host=host)
 
     def free(self) -> Memory:
@@ -76,6 +77,11 @@ class RequestMemory:
             return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
         return None
 
+    @property
+    def lacking(self) -> int:
+        """Pages that the activations of the next step take beside those that lie idle in the heap."""
+        return max(0, self._needed - self.idle) // self._cache.on.page_size
+
     def make_room(self, admission: Admission) -> None:
         """Frees pages of idle KV before new KV takes idle pages of the heap. Activations use the latter in each step
         and would have to map them again, so the heap keeps twice what they are estimated to take, or what it had for
@@ -92,17 +98,24 @@ class RequestMemory:
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)
             with suppress(DriverError):
-                lacking -= self._cache.pages.client.manager.levels.reclaim(Level.IDLE_KV, lacking)
+                lacking -= self._cache.pages.client.manager.sources.reclaim(PageSource.IDLE_KV, lacking)
             if lacking > 0:
                 self._cache.evict_kept(lacking * page)
 
     def raise_reserve(self) -> None:
         """Keeps more memory free from now on, as an admitted step ran out of memory."""
-        self._extra_reserve += max(self._extra_reserve, self._measured().reserve)
+        self.extra_reserve += max(self.extra_reserve, self._measured().reserve)
 
     def relax_reserve(self) -> None:
         """Keeps half as much free beside the plain reserve from now on."""
-        self._extra_reserve //= 2
+        self.extra_reserve //= 2
+
+
+def pages_lacking(memory: weakref.ref[RequestMemory]) -> int:
+    """Pages that the activations of the next step take beside those that lie idle in the heap; 0 once the loop of this
+    memory is gone."""
+    now = memory()
+    return 0 if now is None else now.lacking
 
 
 def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:

@@ -35,7 +35,7 @@ Note [One layer in flight]
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, RLock
@@ -48,7 +48,7 @@ from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import BallonetError, DriverError, PoolExhausted
 from ...offload.manager.client import Offer, PageClient
 from ...offload.manager.memory_manager import MemoryManager
-from ...offload.policy.reclaim_order import Level
+from ...offload.policy.reclaim_order import PageSource
 from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover, Runs
 from ...offload.residency.pieces import PieceEvent, Pieces, PieceState, runs_of
@@ -80,6 +80,9 @@ class SectorClient(PageClient):
         self._in_use = Pieces()
         self.end = 0  # no piece from there on was ever in use
         self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
+        self._held = Pieces()  # by these, and others that have begun and only have no part in this step
+        # what `begins` was given for these; None: others came or went
+        self._begun: tuple[Collection[int], Collection[int]] | None = None
         self._transfer = Transfer(device)
         self.host_writes = HostWrites(self._transfer)
         self._backing = Backing(device, group, range_, "kv")
@@ -87,6 +90,7 @@ class SectorClient(PageClient):
         self._current = stream_of(device)
         self._changed = False  # since the manager was told
         self.only_cached = False  # is there nothing but blocks that are kept for prompts?
+        self.lacking: Callable[[], int] = lambda: 0  # free pages that the step is about to take
         self.number = manager.add_client(self)
 
     # -- for the manager
@@ -136,7 +140,7 @@ class SectorClient(PageClient):
 
     @property
     def resting(self) -> int:
-        """Pages on the device that no request of the batch reads."""
+        """Pages on the device that no request that has begun reads, in this step or the next."""
         return sum(end - first for first, end in self._takable()[0])
 
     @property
@@ -155,6 +159,8 @@ class SectorClient(PageClient):
             self._in_use.add(piece)
             self.end = max(self.end, piece + 1)
             self._read.add(piece)
+            self._begun = None
+            self._held.add(piece)
             self._mover.look_for_host_pages(piece, piece + 1)
         self._changed = True
 
@@ -165,24 +171,26 @@ class SectorClient(PageClient):
         self._forget(piece)
         self._changed = True
 
-    def begins(self, reads: Collection[int]) -> None:
-        """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
-        DriverError."""
+    def begins(self, reads: Collection[int], held: Collection[int] = ()) -> None:
+        """A step is about to begin, whose requests have these pieces; `held` are of others that go on later. What is
+        away is restored as far as there is room. DriverError."""
         self.used = self.manager.clock()
         self._changed, self.only_cached = self._changed or self.only_cached, False
-        self._read = Pieces(runs_of(reads))
+        if (reads, held) != self._begun:
+            self._begun = reads, held
+            self._read, self._held = Pieces(runs_of(reads)), Pieces(runs_of({*reads, *held}))
         self.host_writes.arrive(self.stream)
-        if self.manager.taken_of(self.number) or self.displaced:
+        if self.manager.taken_of(self.number) or self._mover.away:
             self._look()
-        if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number)):
-            self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
+            if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number, self.lacking())):
+                self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
         if self._changed or self.manager.pages.scarce:
             self._changed = False
             self.manager.client_changed(self.number)
 
     def rests(self) -> None:
         """There is no request any more: what is there is only kept."""
-        self._read, self.only_cached = Pieces(), True
+        self._read, self._held, self._begun, self.only_cached = Pieces(), Pieces(), None, True
         self.manager.client_changed(self.number)
 
     def uses(self) -> None:
@@ -190,6 +198,9 @@ class SectorClient(PageClient):
         self.stream = self._current()
         self.host_writes.arrive(self.stream)
         if self._mover.lacks_bytes_or_copying:
+            if self._mover.lacks_bytes:  # as an interrupt has left it
+                with self.lock:
+                    self._mover.fetch(self._transfer, self.stream, 0)
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
@@ -214,7 +225,7 @@ class SectorClient(PageClient):
             led = self._mover.evict(pieces, self._transfer, self.stream, whole=True)
         if led:
             self._changed = True
-            self.manager.events.decided(Level.RUNNING_KV.label, "reclaim", led, what=self.name)
+            self.manager.events.decided(PageSource.RUNNING_KV.label, "reclaim", led, what=self.name)
         return led
 
     def retreat(self) -> int:
@@ -229,11 +240,16 @@ class SectorClient(PageClient):
         if not pieces:
             return 0
         with self.lock, GroupLease(self._group):
-            back = self._mover.own(len(pieces), self._range.pieces, pieces)
-            self._mover.fetch(self._transfer, self.stream, 0)
+            try:
+                back = self._mover.own(len(pieces), self._range.pieces, pieces)
+                self._mover.fetch(self._transfer, self.stream, 0)
+            except BaseException:
+                self._mover.recall()  # their bytes have not come: they are read on the host
+                self._mover.arrive(None)
+                raise
         if back:
             self._changed = True
-            self.manager.events.decided(Level.RUNNING_KV.label, "restore", back, what=self.name)
+            self.manager.events.decided(PageSource.RUNNING_KV.label, "restore", back, what=self.name)
         return back
 
     def has(self, piece: int) -> bool:
@@ -254,7 +270,7 @@ class SectorClient(PageClient):
         here.difference_update(self._mover.states[PieceState.OFFLOADED])
         here.difference_update(self._mover.states[PieceState.ARRIVING])
         resting = here.copy()
-        resting.difference_update(self._read)
+        resting.difference_update(self._held)
         here.difference_update(resting)
         return list(resting.runs), list(here.runs)
 
@@ -462,6 +478,11 @@ class SectorPool(CachePool):
         self._backed.discard(sector)
         self._free_blocks[index].add_tree(sector)
 
+    def free_blocks(self, index: int, block_ids: list[int]) -> None:
+        """Notes that no request has these blocks any more: an event, as `try_to_free_sectors` may free pages now."""
+        super().free_blocks(index, block_ids)
+        self._pages.client.manager.version.bump()
+
     def try_to_free_sectors(self) -> None:
         """Frees sectors of which no request has a block, and their pages."""
         with self._pages.client.lock:
@@ -484,19 +505,33 @@ class RequestPages:
         self._on = on
         self._pages = pages
         self._kinds = kinds
+        self._known: dict[str, tuple[list[list[int]], set[int]]] = {}  # by request: its blocks, and their pieces
 
     def requests(self) -> set[str]:
         """Names of the requests that have blocks."""
         return {name for kind in self._kinds.values() for name in kind.block_table}
 
     def pieces(self, request: str) -> set[int]:
-        """The pieces that the blocks of the request lie on."""
-        return {
+        """The pieces that the blocks of the request lie on, not to be changed; in one call while it has the same
+        blocks."""
+        known = self._known.get(request)
+        if known is not None:
+            for kind, blocks in zip(self._kinds.values(), known[0], strict=True):
+                if kind.block_table.get(request, ()) != blocks:
+                    break
+            else:
+                return known[1]
+        pieces = {
             piece
             for kind in self._kinds.values()
             for block in kind.block_table.get(request, ())
             for piece in self._pages.pieces(block // kind.blocks_per_sector)
         }
+        there = self.requests()
+        self._known = {name: its for name, its in self._known.items() if name in there}
+        if request in there:
+            self._known[request] = [list(kind.block_table.get(request, ())) for kind in self._kinds.values()], pieces
+        return pieces
 
     def count(self, request: str) -> int:
         """Pages that the blocks of the request lie on."""

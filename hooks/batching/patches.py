@@ -137,7 +137,7 @@ def _replace() -> Iterator[Undo]:
     from .attention import attending, choose_way
     from .cache import ElasticPagedCache
     from .memory import RequestMemory, memory_of, most_of
-    from .scheduler import ElasticFIFO, ElasticPrefillFirst
+    from .scheduler import ElasticFIFO, ElasticPrefillFirst, ElasticScheduler
 
     manager, mapping = continuous_api.ContinuousBatchingManager, scheduler.SCHEDULER_MAPPING
     stock_create = manager._create_batch_processor
@@ -147,9 +147,12 @@ def _replace() -> Iterator[Undo]:
         before = _thread.attached, _thread.way
         _thread.attached, _thread.way = _attached.get(id(self.model)), None
         try:
-            return stock_create(self)
+            processor = stock_create(self)
         finally:
             _thread.attached, _thread.way = before
+        if isinstance(processor.scheduler, ElasticScheduler):
+            processor.scheduler.place.wake = self._wake_up_loop.set
+        return processor
 
     def cache(**kwargs: Any) -> Any:
         model = _thread.attached
@@ -200,11 +203,12 @@ def _replace() -> Iterator[Undo]:
         (processor, "prepare_next_batch", steps.prepare_step),
         (processor, "_generation_step", steps.compute_step),
         (model_runner.ModelRunner, "compute_batch", steps.launch_forward),
-        (model_runner.ModelRunner, "_sample", carried.keep_logits),
         (input_outputs.ContinuousBatchingIOs, "prepare_batch_update", carried.tell_tokens),
         (processor, "_handle_request_error", steps.fail_request),
     ):
         yield _put(owner, name, steps.in_place_of(vars(owner)[name], mine))
+    sampled = steps.in_place_of(vars(model_runner.ModelRunner)["_sample"], carried.keep_logits)
+    yield _put(model_runner.ModelRunner, "_sample", torch.compiler.disable(sampled))
 
 
 def others_run(model: Batched) -> bool:

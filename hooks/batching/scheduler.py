@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,11 @@ from ..measure.pace import packed
 from ..measure.timings import Latencies, RequestTimes
 from ..sampling.carried import is_scored
 from .cache import ElasticPagedCache
-from .memory import RequestMemory
+from .memory import RequestMemory, pages_lacking
+from .repeated import RepeatedSteps
 from .selection import RequestSLOs, Selected, Selection
 from .step_times import StepTimes
+from .turns import PlaceInTurns
 
 
 class ElasticScheduler(Scheduler):
@@ -56,8 +59,12 @@ class ElasticScheduler(Scheduler):
         self.memory = memory
         self.others_run = others
         self.tuning = tuning
-        self.slos = RequestSLOs(cache, lambda: cache.pages.client.manager.clock())
+        self.clock = cache.pages.client.manager.clock  # in seconds
+        self.slos = RequestSLOs(cache, self.clock)
         self.selection = Selection(cache, memory, self.slos, others, tuning)
+        self.repeated = RepeatedSteps(cache, memory, self.slos)
+        self._repeats = False  # is the step that was prepared last like the one before?
+        self.timed = True  # is the step that is computed next?
         self.cancelled: Callable[[str], object] = lambda request: None  # called once a cancelled request is removed
         self.progress = StepProgress(tuning)
         self._scored: dict[str, int] = {}  # tokens of the step, by request whose prompt is scored
@@ -68,14 +75,16 @@ class ElasticScheduler(Scheduler):
         self._idle = IdleHeap(tuning.idle)
         self._limits = math.inf, math.inf  # (seconds of the step, deadline): passing either misses an SLO
         self._ended = -math.inf  # since when there is no request; infinity: there were some
-        self._waited = cache.pages.client.manager.clock()  # when others waited last for the end of a batch
+        self._waited = self.clock()  # when others waited last for the end of a batch
         manager, device = cache.pages.client.manager, cache.model.device
         marks = marks_of(device, manager.nanoseconds)
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
         self.times = StepTimes(marks, driver, manager.tuning.records.pending)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
+        self.place = PlaceInTurns(cache, self.slos)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
+        cache.pages.client.lacking = partial(pages_lacking, weakref.ref(memory))
         cache.model.scheduled_by(self)
 
     def reset(self) -> None:
@@ -106,7 +115,8 @@ class ElasticScheduler(Scheduler):
     @property
     def alone(self) -> bool:
         """Do requests wait while none runs, of this model or of others, whose end could free memory?"""
-        return bool(self.waiting_requests) and not self.runs and not self.others_run()
+        waits = bool(self.waiting_requests) and not self.place.waits
+        return waits and not self.runs and not self.others_run()
 
     def pop_unservable(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
@@ -141,25 +151,50 @@ class ElasticScheduler(Scheduler):
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
-        """Makes the next step of the candidates' requests: admits them, maps their pages, and notes what is computed
-        next (steps.py)."""
-        self.cache.pool.try_to_free_sectors()
-        token_budget = int(min(token_budget, self.progress.tokens))
-        requests = self.active_requests, self.waiting_requests
-        selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
-        step = self._map_blocks(selected, token_budget, *args)
+        """Makes the next step of the candidates' requests, if the model may compute now: admits them, maps their pages,
+        and notes what is computed next (steps.py)."""
+        waiting, self._repeats = self.waiting_requests, False
+        alone = len(self.place.seats) < 2  # then it takes no turns
+        selected = self.repeated.again(candidates) if alone and not waiting else None
+        if selected is None:
+            if not self.place.may_step(self.active_requests, waiting):
+                self.starved_requests = []
+                return [], False, False, 0, 0
+            if not self.place.admits:
+                candidates = [state for state in candidates if state.request_id in self.active_requests]
+            selected = None if alone or waiting else self.repeated.again(candidates)
+        if selected is not None:
+            step = super()._process_candidates(candidates, len(candidates), *args)
+            if len(step[0]) == len(candidates):
+                self._repeats, self._began = True, self.clock()
+                self.repeated.begins(self._began)
+                if self.recorder.recorders.all:
+                    self.recorder.batch([request.state for request in step[0]], len(candidates))
+                return step
+        else:
+            self.cache.pool.try_to_free_sectors()
+            token_budget = int(min(token_budget, self.progress.tokens))
+            requests = self.active_requests, waiting
+            selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
+            step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
-        self.cache.begins(request.state.request_id for request in scheduled)
+        now = {request.state.request_id for request in scheduled}
+        lacking = {state.request_id for state, _ in selected.left_out}
+        self.cache.begins(now, self.active_requests.keys() - now - lacking if now else ())
         self._note_scheduled(scheduled, selected)
         return step
+
+    def _try_to_meet_safety_margin(self) -> bool:
+        """Does not look, as there is none: what no request has is freed before requests are selected."""
+        return True
 
     def _map_blocks(self, selected: Selected, token_budget: int, *args: Any) -> tuple[list[Any], bool, bool, int, int]:
         """Gives the selected requests their blocks, with pages. Returns what transformers' scheduler does."""
         where = selected.admission.where
-        self.cache.on_host = frozenset(name for name, place in where.items() if place == "host")
+        self.cache.on_host = frozenset([name for name, place in where.items() if place == "host"])
         for chosen in selected.steps:
             self._scored = {state.request_id: tokens for state, tokens in chosen if is_scored(state)}
-            tokens = min(token_budget, sum(tokens for _, tokens in chosen))
+            tokens = min(token_budget, sum([tokens for _, tokens in chosen]))
             states = [state for state, _ in chosen]
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
             if scheduled:
@@ -170,7 +205,7 @@ class ElasticScheduler(Scheduler):
 
     def _infer_request_tokens(self, state: Any, *args: Any) -> list[int]:
         """Finds blocks with the beginning of a prompt, unless its own tokens are scored."""
-        computes_all = is_scored(state) and state.status != RequestStatus.DECODING
+        computes_all = state.status != RequestStatus.DECODING and is_scored(state)
         tokens: list[int]
         tokens = state.remaining_prefill_tokens if computes_all else super()._infer_request_tokens(state, *args)
         return tokens
@@ -182,44 +217,60 @@ class ElasticScheduler(Scheduler):
 
     def _note_scheduled(self, scheduled: list[Any], selected: Selected) -> None:
         """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
+        states = [request.state for request in scheduled]
         sequences = [(request.query_length, request.state.current_len()) for request in scheduled]
-        away = self.cache.pages.client.read_displaced
-        self.cache.point, self.next = packed(sequences), replace(Step.of(sequences), away=away)
+        away, copied = self.cache.pages.client.read_displaced, self.cache.model.lends(0).copied if scheduled else 0
+        self.cache.point, self.next = packed(sequences), replace(Step.of(sequences), away=away, copied=copied)
         if scheduled:
-            self.recorder.batch(
-                (request.state for request in scheduled), sum(request.query_length for request in scheduled)
-            )
+            self.recorder.batch(states, sum([new for new, _ in sequences]))
         if self.waiting_requests or self.others_run():
             self._waited = self.clock()
         others = self.clock() - self._waited <= self.tuning.behind
-        self.slos.require([request.state for request in scheduled], others)
-        self._limits = self.slos.limits(
-            [request.state for request in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
-        )
+        self.slos.require(states, others)
+        known = [*self.active_requests.values(), *self.waiting_requests.values()]
+        self._limits = self.slos.limits(states, known)
+        known_to_all = not any(map(self.recorder.lacks_token, [state.request_id for state in states]))
+        steady = known_to_all and not self.waiting_requests and self.cache.model.costs.settled(self.next)
+        self.repeated.looked(selected, scheduled, steady)
         self.starved_requests += [
             candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
         ]
 
     def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
-        now = self.clock()
+        repeats, self._repeats = self._repeats, False
+        self.timed = not repeats
+        if prepared and repeats:
+            return
+        now, slow = self.clock(), False
         for step, seconds in self.times.drain():
             self.cache.model.costs.observe(step, seconds)
-        if self._began is not None:  # an SLO is of the time that passes for whoever waits
+            slow |= self.selection.bound.observe(step, seconds)
+        passed, self.repeated.passed = self.repeated.passed, 0
+        if passed:
+            self.selection.bound.pass_over(passed)
+            self.memory.buffer.observe_calm(passed)
+        if self._began is not None and self._limits != (math.inf, math.inf):
+            # an SLO is of the time that passes for whoever waits
             self.memory.buffer.observe(tpot=now - self._began > self._limits[0], ttft=now > self._limits[1])
+        elif self._began is not None:  # without one the own past counts: see step_bound.py
+            self.memory.buffer.observe(tpot=slow, ttft=not slow and bool(self.waiting_requests))
         self._began = now if prepared else None
-        if prepared:
-            self.next = replace(self.next, copied=self.cache.model.lends(0).copied)
         if not prepared:
             self.recorder.rests()
-        elif self._idle.passed(self._needed) and self._idle.gives(self.memory.idle, self._streams):
+        elif self._idle.passed(self._needed, passed + 1) and self._idle.gives(self.memory.idle, self._streams):
             self._trim()
-        if self.has_pending_requests():
+        version, pending = self.cache.pages.client.manager.version, self.has_pending_requests()
+        if pending != (self._ended == math.inf):
+            version.bump()  # an event: models are idle or not by what `wanted` says
+        if pending:
             self._ended = math.inf
-        elif self._ended == math.inf:
+            return
+        if self._ended == math.inf:
             if self._streams:
                 self._trim()
             self._ended = now
+        self.place.rest()
 
     @property
     def _streams(self) -> bool:
@@ -235,9 +286,9 @@ class ElasticScheduler(Scheduler):
 
     @property
     def wanted(self) -> float:
-        """The time until which requests need the model, by `clock`: infinity while there are any."""
+        """The time until which requests need the model, by `clock`: infinity while there are any and it may compute."""
         if self.has_pending_requests():
-            return math.inf
+            return self.place.until
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 
     def pop_late(self) -> list[tuple[Any, Exception]]:
@@ -276,10 +327,6 @@ class ElasticScheduler(Scheduler):
             self.cancelled(name)
         return states
 
-    def clock(self) -> float:
-        """Returns the manager's time in seconds."""
-        return self.cache.pages.client.manager.clock()
-
     def wait_again(self, state: Any) -> None:
         """Queues a request that has run before."""
         self.recorder.again(state)
@@ -290,6 +337,7 @@ class ElasticScheduler(Scheduler):
         its request if that happened too often, with the reason of the last time; None: they are computed again."""
         self._began = None  # its duration says nothing
         self.times.forget()
+        self.repeated.forget()
         self.cache.model.latencies.lost += 1
         others = bool(self.active_requests.keys() - sizes.keys())
         if len(sizes) > 1:
@@ -330,6 +378,7 @@ class RequestRecorder:
         self._loop = loop
         self.recorders = recorders_of(on)
         self._times = RequestTimes(latencies)
+        self.lacks_token = self._times.lacks_token  # does the request of this id wait for its first token?
 
     def came(self, state: Any) -> None:
         """Records a new request, which waits."""
@@ -346,10 +395,13 @@ class RequestRecorder:
         thread = threading.current_thread()
         if "_run_generation_loop" in thread.name:
             thread.name = f"batches of {self._loop}"
-        requests, now = [(state.request_id, generated(state)) for state in states], time.monotonic_ns()
-        for name, got in requests:
-            self._times.got(name, now / 1e9, got)
-        self.recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
+        now = time.monotonic_ns()
+        for state in states:
+            if self.lacks_token(state.request_id):
+                self._times.got(state.request_id, now / 1e9, generated(state))
+        if self.recorders.all:
+            requests = [(state.request_id, generated(state)) for state in states]
+            self.recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
 
     def rests(self) -> None:
         """Records that there is nothing to compute."""

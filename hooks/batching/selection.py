@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from ...allocator.errors import BallonetError, PoolExhausted, SLOError
 from ...offload.policy.admission import Admission, Demand, Memory, admit
 from ...offload.policy.prefixes import chain
+from ...offload.policy.step_bound import ReadingTurns, StepBound
 from ...offload.policy.step_costs import NOTHING, RequestSLO, Step, may_begin, refused, tightest
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import lacks, may_grow
@@ -69,6 +70,8 @@ class Selection:
         self._tuning = tuning
         self._passed: dict[str, int] = {}  # by request: how often it was passed over
         self._in_row = 0  # steps of prompts alone since requests that decode had one
+        self.bound = StepBound(tuning)
+        self._turns = ReadingTurns(tuning)
         loop_caches, blocks = cache.model.loop_caches, cache.kept
         shared = None if loop_caches is None else loop_caches.store
         self._loader = None if shared is None or blocks is None else PrefixLoader(blocks, shared, cache.renew)
@@ -82,6 +85,15 @@ class Selection:
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
         tokens of `most` requests. Frees unused blocks and pages where some lack memory."""
+        reading = self._in_turn(candidates, active)
+        selected = self._selected(reading, budget, most, active, waiting)
+        if selected.admission.where or len(reading) == len(candidates):
+            return selected
+        return self._selected(candidates, budget, most, active, waiting)  # the others lack memory
+
+    def _selected(
+        self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
+    ) -> Selected:
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
@@ -123,6 +135,32 @@ class Selection:
                 scores -= looked[-1][1] if is_scored(state) else 0
         return looked
 
+    def _in_turn(self, candidates: Sequence[Any], active: Mapping[str, Any]) -> Sequence[Any]:
+        """Returns the candidates without those that decode with KV on the host, and are not to read it in the next
+        step (offload/policy/step_bound.py)."""
+        if not self._cache.model.fast or not self._cache.pages.client.displaced:
+            return candidates
+        decoding = [
+            state for state in candidates if state.request_id in active and state.status == RequestStatus.DECODING
+        ]
+        away = self._pages_away(decoding)
+        most = self._readable(Step.of((1, state.current_len()) for state in decoding), active)
+        reading = self._turns.choose(away, most, len(away) < len(decoding))
+        return [state for state in candidates if state.request_id not in away or state.request_id in reading]
+
+    def _pages_away(self, states: Iterable[Any]) -> dict[str, int]:
+        """Pages of KV on the host, by request, of those of these that have any."""
+        page, pages = self._cache.on.page_size, self._cache.request_pages
+        if not self._cache.pages.client.displaced:
+            return {}
+        sizes = {state.request_id: pages.on_host_bytes(state.request_id) // page for state in states}
+        return {request: size for request, size in sizes.items() if size}
+
+    def _readable(self, step: Step, active: Mapping[str, Any]) -> float:
+        """Pages of KV on the host that a step may read: as its requests' SLO says, or else the steps before it."""
+        slo = tightest(self._slos.asked(request) for request in active).tpot
+        return self._cache.model.costs.readable(step, self.bound.seconds if slo is None else slo)
+
     def _begun(self, state: Any, before: list[Candidate]) -> bool:
         """Is the stored beginning of the request's prompt in blocks, or has it begun already? `before`: the candidates
         that go before it, with their new tokens."""
@@ -163,6 +201,10 @@ class Selection:
         """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
         where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
+        if self._cache.model.fast and [demand for demand in demands if not demand.decoding]:
+            step = Step.of((1, state.current_len() + tokens) for state, tokens in looked)
+            pages = max(0, self._readable(step, active) - self._cache.pages.client.displaced)
+            now = replace(now, host=int(min(now.host, pages * self._cache.on.page_size)))
         best = admit(demands, now, self._tuning)
         best = best if best.where else self._one(demands, active)
         self._memory.without_reserve = self._memory.without_reserve and not best.where
@@ -215,14 +257,19 @@ class Selection:
 
     def _steps(self, admitted: list[Candidate]) -> list[list[Candidate]]:
         """Returns one step of all admitted requests; or two, the second of which counts if the first is empty, where
-        prompts are faster in a step of their own: prompts first, which make the batch larger, but only so many times in
-        a row."""
+        prompts are faster in a step of their own, or what the others read on the host would make one step too long:
+        prompts first, which make the batch larger, but only so many times in a row."""
         decoding = [candidate for candidate in admitted if candidate[0].status == RequestStatus.DECODING]
         prompts = [candidate for candidate in admitted if candidate[0].status != RequestStatus.DECODING]
         parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
-        if not decoding or not prompts or not self._cache.model.fast or not self._cache.model.costs.apart(*parts):
+        if not decoding or not prompts or not self._cache.model.fast:
             return [admitted]
-        hurry = any(self._slos.asked(state.request_id).tpot is not None for state, _ in decoding)
+        states = {state.request_id: state for state, _ in decoding}
+        reads = sum(self._pages_away(states.values()).values())
+        too_long = reads > 0 and reads > self._readable(parts[0] + parts[1], states)
+        if not too_long and not self._cache.model.costs.apart(*parts):
+            return [admitted]
+        hurry = too_long or any(self._slos.asked(state.request_id).tpot is not None for state, _ in decoding)
         self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
         return [prompts, decoding] if self._in_row else [decoding, prompts]
 
@@ -263,6 +310,7 @@ def _at_end(state: Any) -> int:
 
 
 Required = tuple[float | None, float | None, bool]
+_NOT_REQUIRED: Final[Required] = (None, None, False)
 
 
 class RequestSLOs:
@@ -272,27 +320,29 @@ class RequestSLOs:
         """`clock`: the manager's, in seconds."""
         self._cache = cache
         self._clock = clock
-        self._slos: dict[str, RequestSLO] = {}
-        self._required: Required = (None, None, False)  # the last call of `require`
+        self.known: dict[str, RequestSLO] = {}  # by request, of those that have one
+        self._required: Required = _NOT_REQUIRED  # the last call of `require`
 
-    def __len__(self) -> int:
-        return len(self._slos)
+    @property
+    def quiet(self) -> bool:
+        """Does no request ask for anything, and has the manager been told so?"""
+        return not self.known and self._required[:2] == _NOT_REQUIRED[:2]
 
     def __contains__(self, request: str) -> bool:
-        return request in self._slos
+        return request in self.known
 
     def note(self, request: str, slo: RequestSLO, *, unless: bool = False) -> None:
         """Notes the SLO of a request, which may be NOTHING; `unless`: only where none is noted."""
         if slo == NOTHING:
-            self._slos.pop(request, None)
+            self.known.pop(request, None)
         elif unless:
-            self._slos.setdefault(request, slo)
+            self.known.setdefault(request, slo)
         else:
-            self._slos[request] = slo
+            self.known[request] = slo
 
     def asked(self, request: str) -> RequestSLO:
         """Returns the SLO of the request."""
-        return self._slos.get(request, NOTHING)
+        return self.known.get(request, NOTHING)
 
     def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
         """Returns why the SLO of a waiting request cannot be kept; None where it can. On any thread."""
@@ -303,7 +353,7 @@ class RequestSLOs:
     def require(self, scheduled: Sequence[Any], others: bool) -> None:
         """Tells the manager the SLOs of the batch, and whether `others` wait for its end. The time to a first token is
         what is left of it, in steps of a third."""
-        if self._slos or self._required != (None, None, False):
+        if self.known or self._required != _NOT_REQUIRED:
             slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()
             prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
             left = min((max(1e-3, slo.arrived + slo.ttft - now) for slo in prompts if slo.ttft), default=None)
@@ -311,10 +361,24 @@ class RequestSLOs:
             self._required = tightest(slos).tpot, ttft, others
             self._cache.model.require(*self._required)
 
+    def due(self, running: Iterable[str], waiting: Iterable[Any], could: float) -> float:
+        """Returns until when the model has to have the device for its requests' SLOs; infinity where there are none.
+        `could`: when it could compute last."""
+        if not self.known:
+            return math.inf
+        parts, batch = self._cache.model.costs.parts, self._cache.max_batch_tokens
+        tpot = tightest(self.asked(name) for name in running).tpot
+        moments = [math.inf if tpot is None else could + tpot]
+        for state in waiting:
+            if (slo := self.asked(state.request_id)).ttft is not None:
+                prompt = 0.0 if parts is None else parts.prefill(len(state.initial_tokens), batch)
+                moments.append(slo.arrived + slo.ttft - prompt)
+        return min(moments)
+
     def limits(self, scheduled: Sequence[Any], known: Sequence[Any]) -> tuple[float, float]:
         """Returns (seconds that the step may take for its decoding requests, the earliest deadline of a first token
         among the `known` requests), infinity where there is no SLO."""
-        if not self._slos:
+        if not self.known:
             return math.inf, math.inf
         decoding = tightest(self.asked(state.request_id) for state in scheduled if state.generated_tokens).tpot
         asked = [self.asked(state.request_id) for state in known if not state.generated_tokens]

@@ -36,6 +36,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,30 +46,28 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import DriverError
 from ..device.shared import may_grow
-from ..sampling.carried import launch, without_graphs
+from ..sampling.carried import SAMPLER, without_graphs
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
 
 def in_place_of(stock: Callable[..., Any], mine: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that calls `mine(stock, self, ...)`."""
-
-    @functools.wraps(stock)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mine(stock, self, *args, **kwargs)
-
-    return method
+    """Returns a method that is `mine(self, ..., stock=stock)`, without a call of its own, as it runs for each step."""
+    made = FunctionType(mine.__code__, mine.__globals__, mine.__name__)
+    made.__kwdefaults__ = {"stock": stock}
+    return functools.update_wrapper(made, stock)
 
 
-def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
+def prepare_step(processor: Any, *, stock: Callable[..., bool]) -> bool:
     """Stands for `prepare_next_batch`: where no request can go on, the newest one waits, and fails in the end."""
     while True:
         active, preemption = processor.scheduler.active_requests, processor.offloading_manager
         if isinstance(preemption, PagePreemption):
             if not active:
                 processor.scheduler.block_new_requests = False  # stock waits for a request to end, and none may be left
-            for state, why in [*preemption.scheduler.pop_late(), *preemption.pop_unservable()]:
-                _fail(processor, state, why)
+            if processor.scheduler.waiting_requests:
+                for state, why in [*preemption.scheduler.pop_late(), *preemption.pop_unservable()]:
+                    _fail(processor, state, why)
         try:
             prepared = stock(processor)
         except RuntimeError as error:
@@ -89,7 +89,7 @@ def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
             return prepared
 
 
-def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:
+def receive_requests(processor: Any, *, stock: Callable[..., bool]) -> bool:
     """Stands for `_update_tp_group_state`, which takes new requests from the queue, and drops them where it finds that
     the loop is to end: they go back, so that they fail with the others."""
     if (queue := processor.input_queue) is None:
@@ -104,7 +104,7 @@ def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:
     return ends
 
 
-def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None:
+def compute_step(processor: Any, model: Any, *, stock: Callable[..., None]) -> None:
     """Stands for `_generation_step`: an OutOfMemoryError fails only a request for which smaller steps were tried in
     vain (offload/policy/progress.py), a DriverError those of the step, and the step waits for its inputs, see Note
     [Inputs of a step]."""
@@ -115,8 +115,9 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
         stream.wait_stream(torch.cuda.current_stream(stream.device))
     try:
         copies = isinstance(processor.cache, ElasticPagedCache) and bool(processor.cache.new_blocks)
-        with without_graphs(processor.model_runner, varlen=copies):  # which would not copy blocks to the host
-            if isinstance(preemption, PagePreemption):
+        # a graph would not copy blocks to the host
+        with without_graphs(processor.model_runner, varlen=True) if copies else nullcontext():
+            if timed := isinstance(preemption, PagePreemption) and preemption.scheduler.timed:
                 preemption.scheduler.times.begin(preemption.scheduler.next, inputs.compute_stream)
             stock(processor, model)
     except (torch.OutOfMemoryError, DriverError) as error:
@@ -138,23 +139,29 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
             else:
                 _fail(processor, state, why)
     else:
-        if isinstance(preemption, PagePreemption):
+        if timed:
             preemption.scheduler.times.end(inputs.compute_stream)
-            requests = batch.requests_in_batch
-            preemption.give_tokens([one.state.request_id for one in requests if one.has_new_token])
+        if isinstance(preemption, PagePreemption):
+            scheduler = preemption.scheduler
+            if not scheduler.progress.settled or scheduler.memory.extra_reserve:
+                requests = batch.requests_in_batch
+                preemption.give_tokens([one.state.request_id for one in requests if one.has_new_token])
 
 
-def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
+def launch_forward(runner: Any, model: Any, batch_data: dict[str, Any], *, stock: Callable[..., None]) -> None:
     """Stands for `compute_batch`: a step without tokens computes nothing. Such is one of a prompt of which a single
     token is left, which each of its answers computes for itself; in stock it ends the loop. Where attention is by
-    request, the model gets no masks (attention.py)."""
+    request, the model gets no masks (attention.py). In a loop with a sampler that launches it."""
     if batch_data["input_ids"].numel():
         if isinstance(runner.cache, ElasticPagedCache) and runner.cache.by_request is not None:
             batch_data = runner.cache.by_request.without_masks(batch_data, runner.cache.dtype)
-        launch(stock, runner, model, batch_data)
+        if (sampler := vars(runner).get(SAMPLER)) is None:
+            stock(runner, model, batch_data)
+        else:
+            sampler.launch(stock, runner, model, batch_data)
 
 
-def fail_request(stock: Callable[..., None], processor: Any, error: Exception, state: Any) -> None:
+def fail_request(processor: Any, error: Exception, state: Any, *, stock: Callable[..., None]) -> None:
     """Stands for `_handle_request_error`: the failure is recorded."""
     if isinstance(processor.offloading_manager, PagePreemption):
         processor.scheduler.recorder.ended(state, "failed")
@@ -166,6 +173,7 @@ class _Noted:
 
     def __init__(self, queue: Any) -> None:
         self.taken: list[Any] = []
+        self.empty = queue.empty  # which each step asks
         self._queue = queue
 
     def __getattr__(self, name: str) -> Any:

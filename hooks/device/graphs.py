@@ -146,10 +146,11 @@ class CaptureRecord:
             self.lease(device, group)
         self._shown += other._shown
 
-    def layers(self, model: CapturedModel) -> frozenset[int]:
-        """The ids of the modules of the model's layers that it has captured."""
+    def layers(self, model: CapturedModel) -> frozenset[int] | None:
+        """The ids of the modules of the model's layers that it has captured; None where it has captured nothing of
+        it."""
         known = self._models.get(id(model))
-        return frozenset() if known is None or known[0]() is not model else frozenset(known[2])
+        return None if known is None or known[0]() is not model else frozenset(known[2])
 
     @property
     def models(self) -> list[CapturedModel]:
@@ -288,7 +289,13 @@ def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None
 def layers_of(model: CapturedModel) -> frozenset[int]:
     """The ids of the modules of the layers that graphs have captured."""
     records = [*GRAPHS.records.values(), *filter(None, [GRAPHS.others.get(id(model))])]
-    return frozenset().union(*(record.layers(model) for record in records))
+    return frozenset().union(*(record.layers(model) or () for record in records))
+
+
+def read(model: CapturedModel) -> bool:
+    """Does any graph read weights of the model?"""
+    records = [*GRAPHS.records.values(), *filter(None, [GRAPHS.others.get(id(model))])]
+    return any(record.layers(model) is not None for record in records)
 
 
 def why_short() -> str:

@@ -86,9 +86,10 @@ def _made(runtime: Runtime) -> MemoryManager:
         ),
         tuning=composition.tuning,
         window=runtime.settings.reserve,
+        turn=runtime.settings.turn,
         spill=runtime.settings.spill is True,
     )
-    runtime.preparing = manager.levels.preparing
+    runtime.preparing = manager.sources.preparing
     looks.publish(runtime, "kv", _away)
     return manager
 

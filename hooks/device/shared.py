@@ -162,6 +162,7 @@ class Share:
             "floor": self.floor,
             "priority": self.priority,
             "rested": rested if math.isfinite(rested) else None,
+            "prices": _prices(self._runtime),
         }
 
     def give(self, nbytes: int, patience: float) -> None:
@@ -421,6 +422,14 @@ class Share:
             return used, used + self._lacks
         used = min(self.part, used + self._total // (2 * self._tuning.step))
         return used, used + standing.away * page + self._lacks
+
+
+def _prices(runtime: Runtime) -> list[tuple[int, float]]:
+    """What the process would give next, see Sharer: free pages cost nothing."""
+    device, page, manager = runtime.device, runtime.device.page_size, managers.known(runtime)
+    free = device.available * page + device.snapshot()["heap"]["cached"]
+    listed = [] if manager is None else manager.reclaim.prices()
+    return [(free, 0.0), *((pages * page, price / page) for pages, price in listed)]
 
 
 def join(runtime: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:

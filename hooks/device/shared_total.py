@@ -24,7 +24,8 @@ def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
         return Sharer(part, part, part, floor)
     rested = math.inf if facts["rested"] is None else facts["rested"]
     wanted = facts["wanted"] if facts["wanted"] > part else 0
-    return Sharer(part, facts["used"], wanted, floor, facts["priority"], rested)
+    prices = tuple((nbytes, price) for nbytes, price in facts["prices"])
+    return Sharer(part, facts["used"], wanted, floor, facts["priority"], rested, prices)
 
 
 def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None:

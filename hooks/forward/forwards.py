@@ -161,7 +161,7 @@ class Forwards:
         while not free:
             free = self._open_behind_gate(lease)
         if self._unhooked:  # since this call began
-            self._drop()
+            self.leave(ran=False)
             return
         cache = kwargs["cache"] if "cache" in kwargs else None  # noqa: SIM401 (without a call, for each token)
         if cache is None and "past_key_values" in kwargs:
@@ -172,7 +172,8 @@ class Forwards:
         if layers.bound:
             outermost.turn = outermost.turn or Turn()  # layers have begun to stream in this forward
             layers.begin(outermost.turn)
-        self.weights.use(None)
+        if None in self.weights.ranges:
+            self.weights.use(None)
 
     def _open_behind_gate(self, lease: ForwardLease) -> bool:
         """Opens the lease of a forward, but not while the gate is closed: a thread that has closed it and finds no
@@ -187,25 +188,23 @@ class Forwards:
         lease.open(self.weights.group)
         return True
 
-    def leave(self) -> None:
-        """Ends the outermost forward of this thread, which has returned or was interrupted."""
-        turn = self.outermost.turn
-        try:
-            self._after()
-            if turn is not None:
-                self.layers.end(turn)
-        finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        """Gives back what the outermost forward of this thread holds."""
+    def leave(self, *, ran: bool = True) -> None:
+        """Ends the outermost forward of this thread, which has returned or was interrupted: gives back what it holds.
+        One that has not `ran` was not begun."""
         outermost = self.outermost
-        if outermost.lease is not None:
-            outermost.lease.close()
-        if outermost.turn is not None:
-            self._turns.end(outermost.turn)
-        outermost.lease = outermost.turn = None
-        outermost.call = 0  # last: an interrupt before this has all of it done again
+        turn = outermost.turn
+        try:
+            if ran:
+                self._after()
+                if turn is not None:
+                    self.layers.end(turn)
+        finally:
+            if outermost.lease is not None:
+                outermost.lease.close()
+            if turn is not None:
+                self._turns.end(turn)
+            outermost.lease = outermost.turn = None
+            outermost.call = 0  # last: an interrupt before this has all of it done again
 
     def between_layers(self) -> None:
         """Does what is to be done between two layers that no hook runs between."""
@@ -337,7 +336,10 @@ class EnterLayer(Hook):
             forwards.yield_pages()
         # A resident layer reads its own addresses, but a capture is announced to every layer.
         if not self.opaque and not forwards.layers.capturing():
-            weights.use(layer)
+            if opened := weights.ranges.get(layer):  # `Weights.use`, without its call
+                stream = 0 if weights.standin else weights.stream()
+                for range_ in opened:
+                    range_.note_use(stream, False)
             return None
         call = None if kwargs is None else CallKeywords(kwargs)
         slot = forwards.layers.enter(layer, call)

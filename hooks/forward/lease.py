@@ -66,15 +66,15 @@ class ForwardLease:
         """`model`: returns the model whose forward it is, as a weak reference does."""
         self.model = model
         self.number = next(_numbers)  # unique
-        self._entered = Lease()
-        self._written: dict[int, weakref.ref[Any]] = {}
+        self.entered = Lease()
+        self.written_pages: dict[int, weakref.ref[Any]] = {}
 
     def open(self, group: Group | None = None) -> Self:
         """Makes it the innermost lease of this thread, and leases the group."""
         self.closed = False
         on_this_thread.leases.append(weakref.ref(self))
         if group is not None:
-            self._entered.enter(group)
+            self.entered.enter(group)
         return self
 
     def begin(self, cache: Any) -> None:
@@ -83,23 +83,27 @@ class ForwardLease:
 
     def enter_group(self, group: Group) -> None:
         """Leases the group until `close()`. Idempotent."""
-        self._entered.enter(group)
+        self.entered.enter(group)
 
     def touched(self, pages: object) -> None:
         """Notes that this forward has appended to these KV pages."""
-        self._written[id(pages)] = weakref.ref(pages)
+        self.written_pages[id(pages)] = weakref.ref(pages)
 
     @property
     def written(self) -> tuple[object, ...]:
         """The KV pages that this forward has appended to so far, and that still exist. For `ballonet.testing`."""
-        return tuple(pages for reference in self._written.values() if (pages := reference()) is not None)
+        return tuple(pages for reference in self.written_pages.values() if (pages := reference()) is not None)
 
     def close(self) -> None:
         """Gives every group back, whether leases inside it are closed or not. Idempotent."""
         self.closed = True
-        current()  # forgets those that are closed by now
-        self._written.clear()
-        self._entered.close()
+        leases = on_this_thread.leases
+        if len(leases) == 1 and leases[0]() is self:
+            leases.clear()
+        else:
+            current()  # forgets those that are closed by now
+        self.written_pages.clear()
+        self.entered.close()
 
 
 def current() -> ForwardLease | None:

@@ -38,7 +38,7 @@ from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
 from ...offload.manager.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
-from ...offload.policy.reclaim_order import Level
+from ...offload.policy.reclaim_order import PageSource
 from ...offload.residency.kv_extent import KVExtent
 from ..device import graphs
 from ..device.managers import give_up
@@ -270,7 +270,7 @@ def find_pages(
             with suppress(PoolExhausted):
                 for first, count in runs:
                     range_.map_host(first, count)
-                tier.decided(Level.SPILL.label, "reclaim", sum(count for _, count in runs))
+                tier.decided(PageSource.SPILL.label, "reclaim", sum(count for _, count in runs))
                 spilled()
                 return
     raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}{graphs.why_short()}") from reason
@@ -306,4 +306,4 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
         return False
     finally:
         if most:
-            tier.decided(Level.WAIT.label, "restore", most, measured=clock() - began)
+            tier.decided(PageSource.WAIT.label, "restore", most, measured=clock() - began)

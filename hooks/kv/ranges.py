@@ -124,9 +124,9 @@ class KVRange:
     def append_next(
         self, place: int, keys: torch.Tensor, values: torch.Tensor, stream: int | None = None
     ) -> Pair | None:
-        """Fast path of `append`, called for every layer except the first, per token: one token, on a mapped page, in a
-        forward for which all of the cache is resident (`KVTurns.forward`). `stream`: the current one, where that is
-        known. None, and nothing has changed, where that does not hold or `takes` would return False."""
+        """Fast path of `append`, called for every layer, per token: one token, on a mapped page, in a forward for which
+        all of the cache is resident (`KVTurns.forward`), or the first one of such. `stream`: the current one, where
+        that is known. None, and nothing has changed, where that does not hold or `takes` would return False."""
         tier, shown = self._tier, self.shown
         mapped, latest = shown.mapped, shown.latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
@@ -150,10 +150,16 @@ class KVRange:
         if stream is None or self._standin:
             stream = 0 if self._standin else raw_stream(self.device.ordinal)
         turns, number = tier.turns, self.pages.number
-        if lease.number != turns.forward or turns.since >= turns.layers or (number, place) == turns.first:
+        if (number, place) == turns.first:
+            if lease.number == turns.forward or not tier.continues(lease.number):
+                return None
+            lease.entered.enter(self.group)
+            turns.since, turns.order, turns.appended = 0, turns.appended, [number]
+        elif lease.number != turns.forward or turns.since >= turns.layers:
             return None
-        turns.since += 1
-        turns.appended.append(number)
+        else:
+            turns.since += 1
+            turns.appended.append(number)
         if self._standin:
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, step, 0, True)
@@ -162,7 +168,7 @@ class KVRange:
         turns.stream = stream
         if self._forward != lease.number:
             self._forward = lease.number
-            lease.touched(self.pages)
+            lease.written_pages[id(self.pages)] = weakref.ref(self.pages)  # `touched`, without its call
         if views.write_both is not None:  # inlined `ShownTokens.write`, by one kernel
             _cat((keys, values), out=views.write_both.narrow(2, start, 1))
         else:

@@ -33,7 +33,7 @@ from ...offload.record.record import Point
 from ..cache_argument import CACHE_NAMES, given_cache
 from ..device.streams import Marks
 
-_PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
+PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
 
 
 def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
@@ -47,7 +47,7 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
     for name, value in kwargs.items():
         if value is not None:
             given[name] = value
-    if not _PACKED.isdisjoint(given):
+    if not PACKED.isdisjoint(given):
         return getattr(given_cache(given), "point", None)
     ids, encoded = given.get("input_ids", given.get("inputs_embeds")), 0
     if ids is None and args:
@@ -80,10 +80,12 @@ def packed(sequences: Sequence[tuple[int, int]]) -> Point | None:
     """
     if not sequences:
         return None
-    if all(new == 1 for new, _ in sequences):
-        held = sum(held for _, held in sequences)
+    most = tokens = held = 0
+    for new, before in sequences:  # in one call, as each step asks
+        most, tokens, held = max(most, new), tokens + new, held + before
+    if most == 1 and tokens == len(sequences):
         return Point("decode", len(sequences), max(1, -(-held // len(sequences))))
-    return Point("prefill", 1, sum(new for new, _ in sequences))
+    return Point("prefill", 1, tokens)
 
 
 def _encoded(ids: Any, given: Mapping[str, Any]) -> int:
@@ -136,7 +138,7 @@ class Pace:
         self._thread = _Thread()
         self._wait = _Wait(marks, self._thread)
         self._ended: deque[_Forward] = deque()
-        self._listeners: list[list[Measured]] = []
+        self.listeners: list[list[Measured]] = []  # while there are any the time of each forward counts
         self._lock = threading.Lock()  # guards the ended forwards
 
     def begin(self, point: Point | None) -> None:
@@ -196,11 +198,6 @@ class Pace:
         if forward is not None:
             forward.pieces = True
 
-    @property
-    def heard(self) -> bool:
-        """Does anybody listen, so that the time of each forward counts?"""
-        return bool(self._listeners)
-
     def drain(self) -> list[Measured]:
         """Returns the forwards measured since that are over on the device too, oldest first; empty during a
         capture."""
@@ -216,7 +213,7 @@ class Pace:
                 seconds = max(total - stall, min(total, ended.host)) if self._marks.ahead else total - stall
                 driver = ended.driver / 1e9
                 measured.append(Measured(ended.point, seconds, stall, total, ended.between, driver, ended.pieces))
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener.extend(measured)
         return measured
 
@@ -225,12 +222,12 @@ class Pace:
         """Yields a list to which all forwards are added that any thread drains within the block."""
         heard: list[Measured] = []
         with self._lock:
-            self._listeners.append(heard)
+            self.listeners.append(heard)
         try:
             yield heard
         finally:
             with self._lock:
-                self._listeners[:] = [listener for listener in self._listeners if listener is not heard]
+                self.listeners[:] = [listener for listener in self.listeners if listener is not heard]
 
 
 Began = tuple[Point, int]  # (point, time by the host's clock)

@@ -48,13 +48,19 @@ class Times:
 
     @classmethod
     def of(
-        cls, plan: Plan, page_seconds: float | None, resident: float | None, last: Measured | None, slo: float | None
+        cls,
+        plan: Plan,
+        page_seconds: float | None,
+        resident: float | None,
+        last: Measured | None,
+        slo: float | None,
+        entering: float = 0.0,
     ) -> Self:
         """Makes the times of a plan. `page_seconds`: to copy a page, None where the link was not measured. `resident`:
-        seconds with every layer resident, as a rule from the record."""
+        seconds with every layer resident, as a rule from the record; `entering`: of the host, for each that streams."""
         predicted = None
         if resident is not None and (page_seconds is not None or not plan.copied):
-            predicted = Costs(plan.pages, resident, page_seconds or 0.0).expected(plan)
+            predicted = Costs(plan.pages, resident, page_seconds or 0.0, entering).expected(plan)
         return cls(
             resident,
             predicted,
@@ -145,9 +151,10 @@ class Report:
         kept: tuple[int, ...] = (),
         kv: tuple[Streamed, ...] = (),
         lending: Lent = NO_LOANS,
+        entering: float = 0.0,
     ) -> Self:
         """Makes a report. `resident`: seconds from the record, by phase, at the points of `last`. `last`: the last
-        iteration, by phase."""
+        iteration, by phase. `entering`: as of `Times.of`."""
         page_seconds = None if bandwidth is None else page_size / bandwidth
         return cls(
             model,
@@ -162,7 +169,10 @@ class Report:
             link_bytes,
             file_bytes,
             host_bytes,
-            {name: Times.of(plan, page_seconds, resident.get(name), last.get(name), slos.get(name)) for name in PHASES},
+            {
+                name: Times.of(plan, page_seconds, resident.get(name), last.get(name), slos.get(name), entering)
+                for name in PHASES
+            },
             why,
             kept,
             kv,

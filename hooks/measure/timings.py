@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ...offload.policy.plan import Plan
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.record.record import PHASES, Phase, Point, Record
 from .pace import Measured
@@ -63,6 +64,7 @@ class RequestTimes:
     def __init__(self, latencies: Latencies) -> None:
         self._latencies = latencies
         self._waiting: dict[str, float] = {}  # arrivals of requests without a token, in seconds
+        self.lacks_token = self._waiting.__contains__  # does a request wait for its first token? In a call of C
         self._decoding: dict[str, float] = {}  # when requests had their first token
 
     def came(self, name: str, when: float) -> None:
@@ -105,6 +107,11 @@ class Timings:
         self._histograms: dict[Phase, Histogram] = {phase: Histogram() for phase in PHASES}
         self._uncounted: deque[tuple[Phase, float]] = deque()  # seconds that no histogram has yet
 
+    @property
+    def entering(self) -> float:
+        """Implements `IterationTimes.entering`."""
+        return 0.0 if self.record is None else self.record.entering
+
     def seconds(self, point: Point) -> float | None:
         """Implements `IterationTimes.seconds`."""
         if not self._pieces:
@@ -124,11 +131,14 @@ class Timings:
         seconds = time(record, "pieces", batch, length) if self._pieces and phase == "decode" else None
         return time(record, phase, batch, length) if seconds is None else seconds
 
-    def note(self, measured: Measured) -> bool:
-        """Notes the times of a forward. Returns whether the record has changed."""
+    def note(self, measured: Measured, plan: Plan | None = None) -> bool:
+        """Notes the times of a forward, under `plan`. Returns whether the record has changed."""
         point = measured.point
         if point is None or measured.seconds <= 0:
             return False
+        if plan is not None and plan.streamed and self.record is not None and self.record.entering:
+            resident = measured.seconds - len(plan.streamed) * self.record.entering
+            measured = measured._replace(seconds=resident) if resident > 0 else measured
         self.last[point.phase] = measured
         self._uncounted.append((point.phase, measured.total))  # counted later, as this runs for each token
         decodes = point.phase == "decode"
@@ -149,6 +159,11 @@ class Timings:
         self.learn()
         now = self.seconds(point)
         return before is None or now is None or abs(now - before) > before * self._tuning.news
+
+    def settled(self, point: Point) -> bool:
+        """Is the time of such a decode step known, so that now and then one is timed?"""
+        known = self._known
+        return known is not None and known[0] is self.record and point.counts_for(known[1])
 
     def histograms(self) -> dict[Phase, Histogram]:
         """Returns the seconds that forwards took so far, stalls included, by phase."""

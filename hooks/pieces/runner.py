@@ -184,7 +184,7 @@ class PieceRunner:
             return self._finish(stock, plan, task, broken)
         self.acted = Act.REPLAY
         self.replayed += 1
-        if self.replayed % self._tuning.timed and not self._pace.heard:
+        if self.replayed % self._tuning.timed and not self._pace.listeners:
             self._pace.forget()
         else:
             self._pace.replayed()

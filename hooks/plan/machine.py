@@ -11,8 +11,9 @@ Note [Scale]
 Note [What is charged]
     For streamed layers a step waits as long as the schedule predicts for repeated passes (offload/policy/schedule.py).
     Bytes that are read in place cross the link in each step, and nothing hides that: layers without a slot, KV of the
-    batch on the host. A step also waits for everything moved since the last one, of any model: layers and KV to the
-    host and back. On a GPU a part of that hides behind compute; here none does.
+    batch on the host. A step also waits for everything moved since the last one, of any model: KV to the host and back,
+    and its own layers that were away before it and are not now. On a GPU a part of that hides behind compute; here none
+    does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,12 +129,15 @@ def costs_of(path: Path) -> Parts:
     return parts
 
 
-def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None) -> list[list[RecordedArrival]]:
+def dealt(
+    arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None, seed: int | None = None
+) -> list[list[RecordedArrival]]:
     """Returns the requests of each of so many models, dealt one by one; or, with `turn`, all requests of `turn` seconds
-    to one model, then to the next."""
+    to one model, then to the next. `seed`: whose is each is drawn, instead of the next model's."""
     queues: list[list[RecordedArrival]] = [[] for _ in range(models)]
     for number, arrival in enumerate(arrivals):
-        queues[(number if turn is None else int(arrival.at / turn)) % models].append(arrival)
+        deal = number if turn is None else int(arrival.at / turn)
+        queues[(deal if seed is None else random.Random(f"{seed} {deal}").randrange(models)) % models].append(arrival)
     return queues
 
 
@@ -210,6 +215,9 @@ class _Layer(nn.Module):
         super().__init__()
         self.weight = _weight(elements, dtype)
 
+    def forward(self) -> None:
+        """Computes nothing."""
+
 
 class _Output:
     """A model output with the attributes that transformers reads."""
@@ -251,6 +259,11 @@ class VirtualLoop:
         )
         self.processor: Any = self._manager._create_batch_processor()
         self._manager.batch_processor = self.processor
+        if isinstance(self.processor.scheduler, ElasticScheduler):
+            self.processor.scheduler.place.wake = self._wake
+
+    def _wake(self) -> None:
+        self.ready_at = self._clock.now
 
     def close(self) -> None:
         """Frees the cache."""
@@ -307,7 +320,9 @@ class VirtualLoop:
         except RuntimeError as error:
             self.processor.fail_all_requests(error)
             prepared = False
-        self.looks = 0 if prepared else self.looks + 1
+        scheduler = self.processor.scheduler
+        waits = isinstance(scheduler, ElasticScheduler) and scheduler.place.waits
+        self.looks = 0 if prepared or waits else self.looks + 1
         if not prepared:
             self.ready_at = self._clock.now + DEFAULT.serving.look
         return prepared
@@ -366,17 +381,25 @@ class Charges:
         self._clock = clock
         self._copied = 0
         self._moving = 0.0
-        self._streamed: dict[int, frozenset[int]] = {}
+        self._away: dict[int, frozenset[int]] = {}  # layers, by model, before its next step
         self.begin()
 
     def begin(self) -> None:
         """Starts counting copies: earlier ones cost nothing."""
         self._copied = self._total()
 
+    def note_away(self, handle: Managed) -> None:
+        """Notes which layers of a model are away, before a batch is chosen: whatever of them its next step has on the
+        device comes over the link before it, whoever took it."""
+        residency = residency_of(handle)
+        self._away[id(residency)] = residency.arrangement.away
+
     def step(self, loop: VirtualLoop, handle: Managed) -> None:
         """Computes a step of a loop: allocates its activations, and advances the clock. torch.OutOfMemoryError."""
         cache: ElasticPagedCache = loop.processor.cache
         residency = residency_of(handle)
+        for layer in residency.arrangement.coming:  # the others are charged without being run
+            loop.model.layers[layer]()
         self._device.synchronize()  # all copies have ended: otherwise the figures depended on this machine's speed
         with GroupLease(cache.group):
             cache.pages.client.uses()
@@ -394,11 +417,10 @@ class Charges:
                 self._device.deallocate(block)
 
     def _waits(self, client: SectorClient, residency: ModelResidency, seconds: float) -> float:
-        plan, before = residency.plan, self._streamed.get(id(residency), frozenset())
+        plan = residency.plan
         stall = Costs(plan.pages, seconds, self._page).expected(plan) - seconds
         away = client.read_displaced + residency.arrangement.read_in_place
-        self._streamed[id(residency)] = frozenset(plan.streamed)
-        back = sum(plan.pages[layer] for layer in before.difference(plan.streamed))
+        back = sum(plan.pages[layer] for layer in self._away[id(residency)] - residency.arrangement.away)
         copied, self._copied = self._copied, self._total()
         moved = (self._copied - copied) / self._link + back * self._page
         self.stalls += stall + away * self._page / self._in_place

@@ -15,9 +15,14 @@ Note [Exactly again]
 
 Note [Peers]
     For comparison the same requests go through transformers' own cache and scheduler. Stock transformers sizes the
-    cache, for the budget less the weights: an even part of the budget for each model (`split`), or all of it, with one
-    model at a time on the device (`swap`). The present model gets no new requests once another's oldest has waited long
-    enough; when its last one has ended the other's weights are copied.
+    cache, for the budget less the weights: an even part of the budget for each model (`split`), the same and as many
+    bytes on the host as cross the link while the shortest step computes, so that nothing waits for them (`pie`), or all
+    of it, with one model at a time that computes (`swap`). Weights of the others then stay where the present model's KV
+    has not come yet, and only what is missing is copied. It gets no new requests once another has waited long enough,
+    and the other's turn begins when its last one has ended; a request that takes longer is suspended, and its KV
+    copied to the host and back. `recompute` and `unlimited` have ballonet's scheduler: without pages on the host, so
+    that requests that are preempted are computed again, and with memory for everything, which is the least that any
+    policy could take.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ from ..compat import longest_sequence
 from ..device import managers
 from ..loading import load_or_draw
 from ..manage import manage, managed
+from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
 from ..server.arrivals import RecordedArrival
@@ -60,25 +66,34 @@ SLOs = tuple[float | None, float | None]
 @dataclass(frozen=True, slots=True)
 class StockPolicy:
     """transformers' own cache and scheduler. `shared`: each model has an even part of the budget; else one model at a
-    time is on the device, and has all of it."""
+    time computes, and has all of it. `hidden`: the cache goes on on the host, as far as reading it hides."""
 
     what: str
     shared: bool
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticPolicy:
-    """ballonet. `changes`: tuning values that differ from the defaults, by part."""
+    """ballonet. `changes`: tuning values that differ from the defaults, by part. `budgets`: so many times the memory of
+    the device; `host`: may pages go to the host?"""
 
     what: str
     batches: Literal["full", "fast"] = "fast"
     interval: Literal["auto"] | None = "auto"
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    budgets: int = 1
+    host: bool = True
 
     @property
     def options(self) -> ManageOptions:
         """The options that models are managed with."""
         return ManageOptions(batches=self.batches, interval=self.interval)
+
+    def machine(self, machine: Machine) -> Machine:
+        """Returns the machine that the policy has in place of this one."""
+        host = machine.host_budget if self.host else 0
+        return replace(machine, budget=machine.budget * self.budgets, host_budget=host)
 
     def tuning(self, machine: Machine) -> Tuning:
         """Returns the tuning. Values in bytes of a model's tensors are scaled like them. `exposed` is 0: on the
@@ -94,15 +109,27 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "stock": StockPolicy("transformers' own cache and scheduler, of one model", shared=True),
     "split": StockPolicy("the same, and each model has an even part of the budget", shared=True),
     "swap": StockPolicy(
-        "the same, with one model at a time on the device, whose weights are copied when it changes", False
+        "the same, with one model at a time that computes; what it lacks of its weights is copied when it changes",
+        False,
     ),
+    "pie": StockPolicy("split, and more of each cache on the host, as far as reading it hides", True, hidden=True),
+    "recompute": ElasticPolicy(
+        "weights stay, and requests for which there is no room are computed again",
+        interval=None,
+        changes={"serving": {"most": 0.0}},
+        host=False,
+    ),
+    "unlimited": ElasticPolicy("ballonet, with memory for everything", budgets=8),
     "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
     "fast": ElasticPolicy("ballonet"),
-    "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
-    "uncapped": ElasticPolicy("models stream more than hides", changes={"weights": {"capped": False}}),
+    "no-turns": ElasticPolicy("models share the device, each in part", changes={"turns": {"patience": 0.0}}),
+    "no-once": ElasticPolicy(
+        "prices without the way there and back",
+        changes={"prices": dict.fromkeys(("horizon", "shortest", "longest"), 1e12)},
+    ),
     "one-slot": ElasticPolicy("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),
     "two-slots": ElasticPolicy("streamed layers share two slots: alpha + 2", changes={"weights": {"slots": (2,)}}),
-    "no-restoring": ElasticPolicy("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
+    "no-return": ElasticPolicy("what has left does not come back", changes={"prices": {"returns": math.inf}}),
     "weights-fixed": ElasticPolicy("weights give no pages", interval=None),
     "activations-apart": ElasticPolicy(
         "nor do activations, and KV none to them", interval=None, changes={"serving": {"activations_give": False}}
@@ -209,6 +236,8 @@ def run(
     `note`: called with the number of requests that have ended; `log`: gets each step. ManageError, ConfigError,
     torch.OutOfMemoryError."""
     chosen = named(policy, len(tenants))
+    if isinstance(chosen, ElasticPolicy):
+        machine = chosen.machine(machine)
     checked(tenants, machine)
     clock = Clock()
     asks = RequestSLO(*slos) if ask else NOTHING
@@ -249,6 +278,10 @@ class _Clients:
         for loop in self.loops:
             loop.take_in()
 
+    def may_run(self, loop: VirtualLoop) -> bool:
+        """Whether the loop may compute now."""
+        return True
+
     def wait_returned(self) -> None:
         """Called before a batch is chosen."""
 
@@ -283,7 +316,7 @@ class _Run:
                 self._clock.now = min(ahead, default=self._clock.now + DEFAULT.serving.look)
 
     def _stepped(self, loop: VirtualLoop) -> bool:
-        if not loop.busy or loop.ready_at > self._clock.now:
+        if not self._clients.may_run(loop) or not loop.busy or loop.ready_at > self._clock.now:
             return False
         self._clients.wait_returned()
         if prepared := loop.prepare():
@@ -297,43 +330,88 @@ class _Run:
 
 
 class _Swapping(_Clients):
-    """Models of which one at a time is on the device. See Note [Peers]."""
+    """Models of which one at a time computes. See Note [Peers]."""
 
-    def __init__(self, loops: Sequence[VirtualLoop], clock: Clock, seconds: Sequence[float], patience: float) -> None:
-        """`seconds`: to copy the weights of each model; `patience`: a waiting request is late after so many times the
-        seconds of its model."""
+    def __init__(self, loops: Sequence[VirtualLoop], clock: Clock, weights: Sequence[int], machine: Machine) -> None:
+        """`weights`: bytes of each model's."""
         super().__init__(loops)
         self._clock = clock
-        self._seconds = dict(zip(loops, seconds, strict=True))
-        self._patience = patience
+        self._weights = dict(zip(loops, weights, strict=True))
+        self._scale = machine.scale
+        self._link = machine.link
         self._there = loops[0]
+        self._here = dict(self._weights)  # bytes of each model's weights on the device, the last to compute last
+        self._suspended: dict[VirtualLoop, float] = {}  # with requests that have begun; since when
         self._swaps = 0
+        self._moved = 0.0
+        self.wait_returned()
+
+    def may_run(self, loop: VirtualLoop) -> bool:
+        return loop is self._there
+
+    def wait_returned(self) -> None:
+        """Displaces weights of the others for the present model's KV: first of the one that has computed last."""
+        room = int(self._there.processor.cache.compute_free_capacity(relative=False)) * self._scale
+        others = [loop for loop in self._here if loop is not self._there]
+        lacking = sum(self._here[loop] for loop in others) - room
+        for loop in reversed(others):
+            taken = max(0, min(lacking, self._here[loop]))
+            self._here[loop] -= taken
+            lacking -= taken
 
     def take_in(self) -> None:
-        others = {loop: loop.next_at for loop in self.loops if loop is not self._there}
-        waiting = {loop: at for loop, at in others.items() if at is not None and at <= self._clock.now}
+        waiting = {loop: since for loop in self.loops if (since := self._waits_since(loop)) is not None}
         if not waiting:
             self._there.take_in()
             return
-        loop = min(waiting, key=lambda it: waiting[it])
-        late = self._clock.now - waiting[loop] >= self._patience * self._seconds[loop]
-        if not late:
+        loop, tuning = min(waiting, key=lambda it: waiting[it]), DEFAULT.serving
+        waited, patience = self._clock.now - waiting[loop], tuning.swaps * self._seconds(loop)
+        if waited <= patience:
             self._there.take_in()
-        if not self._there.busy:
-            self._there, self._swaps = loop, self._swaps + 1
-            self._clock.now += self._seconds[loop]
-            loop.take_in()
+        if not self._there.busy or waited >= max(patience, tuning.turn):
+            self._change_to(loop)
+
+    def _waits_since(self, loop: VirtualLoop) -> float | None:
+        """Returns since when a model has waited that does not compute; None: it does not wait."""
+        if loop is self._there:
+            return None
+        moments = [moment for moment in (loop.next_at, self._suspended.get(loop)) if moment is not None]
+        return min((moment for moment in moments if moment <= self._clock.now), default=None)
+
+    def _seconds(self, loop: VirtualLoop) -> float:
+        """Returns what copies take until this model can compute: KV of those that are suspended, and its weights."""
+        kv = sum(self._kv(it) for it in (loop, self._there))
+        return (self._weights[loop] - self._here[loop] + kv) / self._link
+
+    def _kv(self, loop: VirtualLoop) -> int:
+        """Returns the bytes of KV of a loop's requests."""
+        cache = loop.processor.cache
+        whole: int = cache.num_sectors * cache.bytes_per_sector
+        return (whole - int(cache.compute_free_capacity(relative=False))) * self._scale
+
+    def _change_to(self, loop: VirtualLoop) -> None:
+        seconds = self._seconds(loop)
+        if self._there.busy:
+            self._suspended[self._there] = self._clock.now
+        self._suspended.pop(loop, None)
+        self._here.pop(loop)
+        self._here[loop] = self._weights[loop]
+        self._there = loop
+        self._swaps += 1
+        self._moved += seconds
+        self._clock.now += seconds
+        loop.take_in()
 
     def figures(self, machine: Machine) -> dict[str, Any]:
-        moved = sum(self._seconds.values()) / len(self._seconds) * self._swaps
-        return {**super().figures(machine), "swaps": self._swaps, "moved": moved}
+        return {**super().figures(machine), "swaps": self._swaps, "moved": self._moved}
 
 
 class _Governed(_Clients):
     """The loops of models that ballonet manages."""
 
-    def __init__(self, loops: Sequence[VirtualLoop], charges: Charges) -> None:
+    def __init__(self, loops: Sequence[VirtualLoop], handles: Sequence[Managed], charges: Charges) -> None:
         super().__init__(loops)
+        self._handles = handles
         self._charges = charges
         self._most = 0
 
@@ -343,6 +421,8 @@ class _Governed(_Clients):
         self._most = max(self._most, sum(loop.processor.cache.pages.nbytes for loop in self.loops))
         device.synchronize()
         device.reap(wait=True)
+        for handle in self._handles:
+            self._charges.note_away(handle)
 
     def figures(self, machine: Machine) -> dict[str, Any]:
         charged = {"stalled": self._charges.stalls, "moved": self._charges.moved}
@@ -370,7 +450,7 @@ def _elastic(
         undo.enter_context(install.stock())
         grid = Grid(*tuning.serving.measured)
         charges = Charges(device, here, clock, tuning.kv_reads.in_place)
-        loops = []
+        loops, handles = list[VirtualLoop](), list[Managed]()
         for tenant in tenants:
             model = VirtualModel.of(tenant, machine)
             handle = managed(model, policy.options, record=tenant.record(here, grid))
@@ -380,22 +460,25 @@ def _elastic(
             model.step = partial(charges.step, loop, handle)
             loop.moves = charges.move
             loops.append(loop)
+            handles.append(handle)
         device.synchronize()
         charges.begin()
         with torch.no_grad():
-            yield _Governed(loops, charges)
+            yield _Governed(loops, handles, charges)
 
 
 @contextmanager
 def _stock(
     tenants: Sequence[Tenant], machine: Machine, policy: StockPolicy, clock: Clock, batching: dict[str, Any]
 ) -> Iterator[_Clients]:
-    budget = machine.budget // (len(tenants) if policy.shared else 1)
+    part = machine.budget // (len(tenants) if policy.shared else 1)
     weights = [MachineSizes.of(tenant.config).total for tenant in tenants]
     loops: list[VirtualLoop] = []
     try:
         for tenant, nbytes in zip(tenants, weights, strict=True):
             model = VirtualModel.of(tenant, machine, weights=False)
+            hidden = min(machine.host_budget // len(tenants), int(tenant.costs.fixed * machine.link))
+            budget = part + hidden * policy.hidden
             try:
                 with _reported_memory(budget // machine.scale, nbytes // machine.scale):
                     loop = VirtualLoop(tenant, model, clock, batching)
@@ -409,8 +492,7 @@ def _stock(
         if policy.shared:
             yield _Clients(loops)
         else:
-            seconds = [nbytes / machine.link for nbytes in weights]
-            yield _Swapping(loops, clock, seconds, DEFAULT.serving.swaps)
+            yield _Swapping(loops, clock, weights, machine)
     finally:
         for loop in loops:
             loop.close()

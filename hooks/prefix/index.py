@@ -46,7 +46,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby, takewhile
 from typing import Final, Protocol, cast
 
-from ...offload.policy.prefixes import Index, Odds, chain
+from ...offload.policy.prefixes import Density, Index, chain
 from ...offload.policy.tuning import DEFAULT, Prefixes
 from .sequence import CachedSequence, TokenRun
 from .snapshot import States, StateSnapshot, state_key
@@ -93,8 +93,8 @@ class BlockIndex:
 
     def __init__(self, tuning: Prefixes) -> None:
         self.block = tuning.block  # tokens
-        self._odds = tuning.odds
-        self.index = Index(policy=Odds(tuning.odds))
+        self._density = tuning.density
+        self.index = Index(policy=Density(tuning.density))
         self._paged: Callable[[], PagedBlocks | None] = lambda: None
 
     @property
@@ -122,7 +122,7 @@ class BlockIndex:
 
     def reset(self) -> None:
         """Clears the index whatever state an interrupt has left it in."""
-        self.index = Index(policy=Odds(self._odds))
+        self.index = Index(policy=Density(self._density))
         self.clear()
 
     def insert_paged(self, keys: Sequence[Hashable]) -> None:

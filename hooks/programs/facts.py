@@ -17,7 +17,7 @@ from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
 from ..loading import has_weights, load_or_draw
 from ..manage import manage
-from ..managed import pace_of
+from ..managed import pace_of, residency_of
 from ..profile import Grid, load_or_measure
 from ..weights.model_parts import decoder_layers
 
@@ -37,7 +37,8 @@ def gather(
     the errors of `load_or_draw` and `load_or_measure`.
 
     Keys: model (its class), drawn (whether its weights are random, as it has none), key (of the record), file,
-    reused (whether nothing had to be measured), bandwidth (bytes per second), page_size, layers (pages of each),
+    reused (whether nothing had to be measured), bandwidth (bytes per second), entering (seconds
+    that the host takes for each layer that streams), page_size, layers (pages of each),
     streamed (the layers that did not fit), points: a list of {phase, batch, length, seconds, ratio (time to copy
     the mean layer over its time to compute), hidden (the smallest interval that adds no more than 3 %; the number
     of layers + 1: none does)}, left: a list of {batch, length, why}, slos: a list of {phase, slo, listed (the
@@ -48,7 +49,7 @@ def gather(
     model = load_or_draw(name)
     managed, device = manage(model), devices.require()
     streamed = managed.report().streamed
-    profile = load_or_measure(model, pace_of(managed), device, grid, force=force)
+    profile = load_or_measure(model, pace_of(managed), device, grid, force=force, residency=residency_of(managed))
     record, page = profile.record, device.page_size
     slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
     pages, timed = layer_pages(model, page), {"prefill": "prefill", "decode": record.decoding}
@@ -59,6 +60,7 @@ def gather(
         "file": str(profile.path),
         "reused": profile.reused,
         "bandwidth": record.bandwidth,
+        "entering": record.entering,
         "page_size": page,
         "layers": list(pages),
         "streamed": list(streamed),
@@ -131,7 +133,7 @@ def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Fa
     if not pages:
         raise ManageError("the model has no decoder layers that could stream")
     for point in sorted(record.seconds, key=lambda second: (get_args(Phase).index(second.phase), second)):
-        costs = Costs(tuple(pages), record.seconds[point], page_size / record.bandwidth)
+        costs = Costs(tuple(pages), record.seconds[point], page_size / record.bandwidth, record.entering)
         yield {
             **point._asdict(),
             "seconds": costs.seconds,

@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...allocator._native import Device, Lease, Range, Transfer
 from ...allocator.errors import DropRefused, ManageError, PoolExhausted, WeightsFileChanged
-from ...offload.policy.reclaim_order import Level
+from ...offload.policy.reclaim_order import PageSource
 from ...offload.policy.replicas.groups import Span
 from ...offload.residency.backing import Backing, FileBacking
 from ...offload.residency.ring import StreamedLayer, live
@@ -616,7 +616,7 @@ class HeldLayers:
         with self._residency.changing() as arrangement:
             arrangement.drop(layers)
         freed = before - self._weights.pages
-        self._manager.events.decided(Level.DUPLICATES.label, "reclaim", freed, what=self._residency.name)
+        self._manager.events.decided(PageSource.DUPLICATES.label, "reclaim", freed, what=self._residency.name)
         self._manager.pages.given()
         return freed
 
@@ -664,8 +664,7 @@ class HeldLayers:
             peer = between_forwards(self._handle, lambda: self._map(layer, filled, came))
         finally:
             filled.close()  # does nothing where its pages were adopted
-        self._manager.pages.went_back()
-        self._manager.events.decided(Level.DUPLICATES.label, "restore", streamed.pages, what=self._residency.name)
+        self._manager.events.decided(PageSource.DUPLICATES.label, "restore", streamed.pages, what=self._residency.name)
         return RestoredLayer(layer, streamed.pages, peer)
 
     def _map(self, layer: int, filled: Range, came: Filled) -> bool:

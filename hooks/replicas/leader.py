@@ -489,10 +489,11 @@ class Leader:
         """Runs this stage's layers, and chooses tokens where it is the only one. None where there was no memory."""
         if not batch.chunks:
             return (), ()
-        times = self.requests.scheduler.times if self._stages == 1 else None  # those of a stage are no step's
+        scheduler = self.requests.scheduler
+        times = scheduler.times if self._stages == 1 and scheduler.timed else None  # those of a stage are no step's
         try:
             if times is not None:
-                times.begin(self.requests.scheduler.next)
+                times.begin(scheduler.next)
             states = self._runner.run(batch.chunks, batch.states, None)
             tokens = self._sampler.choose(batch.chunks, states[0]) if self._after is None else ()
             if times is not None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .settings import ChosenToken, Sampling
 
 SAMPLING: Final = "sampling"  # the argument of a request, among `logit_processor_kwargs`
+SAMPLER: Final = "sampler"  # of a ModelRunner: its LoopSampler (loop.py), if it has one
 LAUNCHED: Final = "launched"  # of a ContinuousBatchingIOs: what a sampler has found in the batch
 
 
@@ -45,7 +46,7 @@ def carried(state: Any) -> SampledRequest | None:
 
 def is_scored(state: Any) -> bool:
     """Are the logprobs of a request's own prompt asked for? Then all of it is computed."""
-    request = carried(state)
+    request = state.logit_processor_kwargs.get(SAMPLING)  # `carried` without its call, as each step asks
     return request is not None and request.scored is not None
 
 
@@ -60,29 +61,15 @@ def without_graphs(runner: Any, *, varlen: bool, decode: bool = False) -> Iterat
         runner.use_cuda_graph_varlen, runner.use_cuda_graph_decode = before
 
 
-def launch(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
-    """Stands for `compute_batch`, in a loop with a sampler."""
-    if (sampler := _sampler_of(runner)) is None:
-        stock(runner, model, batch_data)
-    else:
-        sampler.launch(stock, runner, model, batch_data)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def keep_logits(stock: Callable[..., None], runner: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-    """Stands for `_sample`."""
-    sampler = _sampler_of(runner)
+def keep_logits(runner: Any, scores: torch.Tensor, output_ids: torch.Tensor, *, stock: Callable[..., None]) -> None:
+    """Stands for `_sample`, where a compiler breaks its graph."""
+    sampler = vars(runner).get(SAMPLER)
     stock(runner, scores if sampler is None else sampler.keep(scores), output_ids)
 
 
-def tell_tokens(stock: Callable[..., Any], batch: Any) -> Any:
+def tell_tokens(batch: Any, *, stock: Callable[..., Any]) -> Any:
     """Stands for `prepare_batch_update`: a ChosenToken takes the place of each logprob, for requests that carry their
     settings."""
     requests, tokens, logprobs = stock(batch)
     launched = vars(batch).pop(LAUNCHED, None)
     return requests, tokens, logprobs if launched is None else launched.told(tokens)
-
-
-def _sampler_of(runner: Any) -> Any:
-    """Returns the LoopSampler of a ModelRunner (loop.py); None where all its requests are transformers' to sample."""
-    return vars(runner).get("sampler")

@@ -102,14 +102,17 @@ async def replay(
 
 
 def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
-    """Summarizes all requests; times in seconds, None where no request was answered. `failed`: requests without an
-    answer; `refused`: those of them that the server refused; `goodput`: requests per second that kept the SLOs."""
+    """Summarizes all requests; times in seconds. `failed`: requests without an answer; `refused`: those of them that
+    the server refused. To percentiles a failed request is one that is answered never: None where so many failed.
+    `goodput`: requests per second that kept the SLOs, `tpot_slo` in each of their gaps; `kept`: how many did."""
     good = [answer for answer in answers if not answer.error]
+    never = [math.inf] * (len(answers) - len(good))
     seconds = max((answer.ended for answer in good), default=0.0)
-    starts, gaps = [answer.ttft for answer in good], [gap for answer in good for gap in answer.gaps]
+    starts = [*(answer.ttft for answer in good), *never]
+    gaps = [*(gap for answer in good for gap in answer.gaps), *never]
     kept = sum(
         (ttft_slo is None or answer.ttft <= ttft_slo)
-        and (tpot_slo is None or not answer.gaps or sum(answer.gaps) / len(answer.gaps) <= tpot_slo)
+        and (tpot_slo is None or all(gap <= tpot_slo for gap in answer.gaps))
         for answer in good
     )
     tokens = sum(answer.tokens for answer in good)
@@ -119,11 +122,13 @@ def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float
         "refused": sum(answer.refused for answer in answers),
         "tokens": tokens,
         "seconds": round(seconds, 6),
-        "ttft_p50": quantile(starts, 0.5),
-        "ttft_p99": quantile(starts, 0.99),
-        "tbt_p50": quantile(gaps, 0.5),
-        "tbt_p99": quantile(gaps, 0.99),
+        **{
+            f"{what}_p{percent}": None if (value := quantile(values, percent / 100)) == math.inf else value
+            for what, values in (("ttft", starts), ("tbt", gaps))
+            for percent in (50, 99)
+        },
         "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "kept": kept,
         "goodput": kept / seconds if seconds else 0.0,
     }
 

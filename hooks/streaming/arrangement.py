@@ -93,6 +93,16 @@ class Arrangement:
             self._bind(whole=True)
 
     @property
+    def away(self) -> frozenset[int]:
+        """The layers whose weights lie on the host only: they stream, or are read there."""
+        return frozenset(self._weights.on_host()).difference(self._weights.ring.own.layers)
+
+    @property
+    def coming(self) -> tuple[int, ...]:
+        """The layers that get pages as the next pass reaches them, ascending."""
+        return tuple(sorted(self._weights.ring.own.coming))
+
+    @property
     def read_in_place(self) -> int:
         """Pages of layers that are on the host and have no slot: each forward reads them there."""
         ring = self._weights.ring
@@ -150,11 +160,13 @@ class Arrangement:
         self.in_graphs = layers
         self._plan_of(self.plan.streamed, self.plan.slots)
 
-    def entry(self, layer: int) -> list[Any]:
-        """The parts of a resident layer for `Device.publish`; none where it has not come back yet."""
-        if layer in self._weights.ring.own.coming:
+    def entry(self, layer: int | None) -> list[Any]:
+        """The parts of a resident layer, with None of what is in no layer, for `Device.publish`; none where it has not
+        come back yet."""
+        own = self._weights.ring.own
+        if layer in own.coming:
             return []
-        return self._weights.ring.own.offer(layer) or [
+        return (own.offer(layer) if layer is not None else []) or [
             (part.range, first, count, part.backing.pages, first, [])
             for part in self._weights.parts(layer)
             for first, count in spans(part)

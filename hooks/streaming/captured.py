@@ -1,7 +1,8 @@
 """The layers of one model that CUDA graphs have captured: the model's side of hooks/device/graphs.py.
 
 Note [Kept resident]
-    A layer that a graph has captured stays resident. The manager counts no pages for it that could stream, so it is in
+    A layer that a graph has captured stays resident, and so does all that lies outside of layers where a graph reads
+    any weight of the model. The manager counts no pages for it that could stream, so it is in
     no plan and not on the list of what may be taken. An entry of it on that list is withdrawn before anything is
     captured, and a plan that was made before is not arranged.
 """
@@ -54,6 +55,7 @@ class Captured:
         self._manager = manager
         self._arrangement = arrangement
         self._changed = changed
+        self.reads = False  # do graphs read weights of the model, of layers or not?
         self.thread = _Thread()
 
     @property
@@ -108,6 +110,7 @@ class Captured:
 
     def attend(self) -> None:
         """Finds the layers of the model anew. The caller holds the lock, or has the model to itself."""
+        self.reads = graphs.read(self)
         self._arrangement.keep_resident(self._layers())
         self.followed = True
         graphs.attend(self)
@@ -120,8 +123,9 @@ class Captured:
     def _keep_resident(self) -> None:
         """Keeps resident what graphs have captured by now, and nothing else. The caller holds the lock. See Note [Kept
         resident]."""
-        now = self._layers()
-        if now != self._arrangement.in_graphs:
+        now, reads = self._layers(), graphs.read(self)
+        if (now, reads) != (self._arrangement.in_graphs, self.reads):
+            self.reads = reads
             self._arrangement.keep_resident(now)
             self._changed()
 

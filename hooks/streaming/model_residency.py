@@ -1,4 +1,4 @@
-"""Which layers of one model are resident and which stream, from one iteration to the next: the model's side of what the
+"""What of one model is resident and which layers stream, from one iteration to the next: the model's side of what the
 manager decides (offload/manager/memory_manager.py).
 
 Note [Between iterations]
@@ -13,9 +13,9 @@ Note [Nothing is prepared]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...allocator.notices import warn
+from ...offload.manager.client import OUTSIDE_LAYERS
 from ...offload.manager.decision import StreamDecision
 from ...offload.manager.kv_read_plan import Streamed
 from ...offload.manager.memory_manager import MemoryManager
@@ -41,11 +42,15 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
+from .rest import Rest
+from .steps_alike import StepsAlike
 from .streamed import Streaming
+
+_NONE: Final[Mapping[str, Any]] = {}
 
 
 class ModelResidency:
-    """The residency of one model's layers, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
+    """The residency of one model's weights, decided by `manager` (`client.ModelClient`), from `follow` to `close`."""
 
     def __init__(
         self,
@@ -61,10 +66,12 @@ class ModelResidency:
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.others_wait = False  # see ModelClient.others_wait
+        self.waited, self.copied = 0.0, 0.0  # see ModelClient
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
         self.timings = Timings(lambda: manager.link.bandwidth, manager.tuning.weights)
+        self.alike = StepsAlike(weights.device, manager, pace, self.timings)
         self.streaming = Streaming(
             weights.ring,
             turns,
@@ -78,6 +85,8 @@ class ModelResidency:
             manager.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
+        self.rest = Rest(model, weights, manager, lambda: self.captured.reads)
+        self.outside = self.rest.pages  # see ModelClient.outside
         self.captured = Captured(
             model, weights, pace, manager, self.arrangement, self._prepare_capture, self._replanned
         )
@@ -86,7 +95,6 @@ class ModelResidency:
         self._manager = manager
         self._turns = turns
         self._tuning = manager.tuning.weights
-        self._arranged: StreamDecision | None = None  # the decision that is in force; any change makes a new one
         self._patience = 0
         # Does the next iteration read layers that come back from their slots, which are filled while it runs, before
         # their pages go to the layers' own addresses? One with gradients reads those, so it does not wait.
@@ -115,8 +123,10 @@ class ModelResidency:
     def running(self) -> bool:
         return self._weights.group.leases > self._turns.leases
 
-    def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer in self.arrangement.in_graphs or layer in self.arrangement.dropped or self._turns.sections:
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        layer = None if index == OUTSIDE_LAYERS else index
+        stays = not self.rest.pages() if layer is None else layer in self.arrangement.in_graphs
+        if stays or layer in self.arrangement.dropped or self._turns.sections:
             return None
         parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
@@ -133,9 +143,10 @@ class ModelResidency:
         self.arrangement.follow(layers, slots)
         self.captured.attend()
 
-    def before(self, point: Point | None) -> None:
-        """Begins an iteration, see Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where a
-        capture runs and layers stream."""
+    def before(self, point: Point | None, cache: object = None, kwargs: Mapping[str, Any] = _NONE) -> None:
+        """Begins an iteration, see Note [Between iterations]. `cache`, `kwargs`: of the forward. WeightsFileChanged,
+        DriverError; ManageError where a capture runs and layers stream."""
+        reclaimed = self.alike.look()
         self.captured.thread.open = True
         if graphs.GRAPHS.loosened:
             graphs.tell_of_dropped()
@@ -145,11 +156,20 @@ class ModelResidency:
             self._pace.begin(None)
             return
         for measured in self._pace.drain():
-            if self.timings.note(measured) and self._governed:
+            self.waited += measured.stall if self.plan.streamed else 0.0  # else nothing is waited for that is away
+            self.copied += self.arrangement.plan.copied_pages * (self._manager.link.page_seconds or 0.0)
+            if self.timings.note(measured, self.arrangement.plan) and self._governed:
                 self._manager.changed(self)
+        standing = self.alike.decision
+        if standing is not None and (self.waited >= standing.rent or self.copied >= standing.toll) and self._governed:
+            self._manager.changed(self)
         if self._governed and point is not None:
             decision = self._manager.before(self, point)
-            if decision is not self._arranged:
+            if decision is not self.alike.decision:
+                if self.rest.look() and not self.settling and not self._turns.sections and self.alone:
+                    with self.captured.lock, self.streaming.revealing:
+                        if self.rest.try_to_bring(kwargs):
+                            decision = self._manager.before(self, point)  # by what is free now
                 self._arrange(decision)
         if (
             self._governed
@@ -158,6 +178,8 @@ class ModelResidency:
         ):
             self._measure_link()
         self._pace.begin(point)
+        if self._governed:
+            self.alike.looked(self, point, cache, kwargs, reclaimed)
 
     def require(self, tpot: float | None, ttft: float | None, others: bool) -> None:
         """Notes the SLOs of the next iteration's requests, in seconds, beside the model's own, and whether `others`
@@ -178,8 +200,10 @@ class ModelResidency:
         """Notes the end of a forward."""
         self._weights.freed_at_end = self._weights.group.unpinned
         self.captured.thread.open = False
-        self._pace.end()
-        if self._governed:
+        looked_at, more = self.alike.ended()
+        if looked_at:
+            self._pace.end()
+        if more and self._governed:
             self._manager.after(self)
 
     def start(self, measured: Callable[[], Record], always: bool = False) -> None:
@@ -197,7 +221,7 @@ class ModelResidency:
         if record is not None:
             self.timings.record = record
             manager.link.bandwidth = record.bandwidth
-        elif manager.link.bandwidth is None and self.plan.streamed:
+        elif manager.link.bandwidth is None and (self.plan.streamed or manager.clients.models):  # either may give
             managers.measure_link(device, manager)
             device.trim()  # the memory of the measurement
         if self.options.slo:
@@ -224,6 +248,15 @@ class ModelResidency:
         with self.captured.lock, self.streaming.revealing, governed:
             yield self.arrangement
 
+    def rearrange(self, plan: Plan) -> None:
+        """Arranges the layers as the plan says, between two iterations. PoolExhausted; ManageError where that cannot be
+        done now; WeightsFileChanged, DriverError."""
+        with self.captured.lock:
+            if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
+                with self.changing() as arrangement:
+                    arrangement.arrange(plan)
+                self.waited = self.copied = 0.0
+
     def report(self) -> Report:
         """Makes the report: which layers stream, why, and at which cost."""
         graphs.tell_of_dropped()
@@ -245,19 +278,22 @@ class ModelResidency:
             kv=self.caches(),
             lending=self._manager.repayment.lending_of(self),
             why=why,
+            entering=self.timings.entering,
         )
 
     def caches(self) -> tuple[Streamed, ...]:
         """How each KV cache of the model reads its pages that are on the host."""
         return tuple(cache.streamed for _, cache in self._manager.caches_of(self))
 
-    def stop(self, *, collected: bool = False) -> None:
-        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer."""
+    def stop(self, *, collected: bool = False) -> bool:
+        """Stops changes by the manager; layers that stream go on streaming. `collected`: called by a finalizer. Did
+        the manager change the residency?"""
         self._was_governed, self._governed = self._governed, False
         if collected:
             self._manager.collected(self)
         else:
             self._manager.remove(self)
+        return self._was_governed
 
     def resume(self) -> None:
         """Undoes `stop`: the manager changes the residency again, if it did before."""
@@ -272,7 +308,7 @@ class ModelResidency:
 
     def _arrange(self, decision: StreamDecision) -> None:
         """Carries out a decision, if that can be done now."""
-        self.decision, self._arranged, plan = decision, None, self.arrangement.plan
+        self.decision, self.alike.decision, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:
             warn(decision.notice)
         settling, self.settling = self.settling and not torch.is_grad_enabled(), False
@@ -284,32 +320,30 @@ class ModelResidency:
             try:
                 with self.captured.lock:
                     if decision.plan != plan or self.arrangement.read_in_place:
-                        self._change(decision.plan)
+                        self.rearrange(decision.plan)
                     if ready := self.arrangement.returned(self._manager.pages.scarce):
                         self._make_resident(ready)
             except WeightsFileChanged:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # the arrangement is valid as it is
-        if self.arrangement.has_arranged(decision.plan):
-            self._arranged = decision
+        if self.arrangement.has_arranged(decision.plan) and not self.rest.on_host:
+            self.alike.decision = decision
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
             back = self._weights.ring.own.back
-            if back and not self.captured.runs_on_this_thread and not self._turns.sections:
-                self._make_resident(sorted(back))
+            if not self.captured.runs_on_this_thread and not self._turns.sections:
+                if back:
+                    self._make_resident(sorted(back))
+                if self._governed and not self.running and self.rest.away:
+                    self.rest.try_to_bring({})
 
     def _measure_link(self) -> None:
         """Measures the link, now and then until it succeeds; see managers.py, Note [The link of a model that runs]."""
         self._unmeasured += 1
         if self._unmeasured % self._tuning.again == 1:
             managers.measure_link(self._weights.device, self._manager, leave=self._manager.pages.mark)
-
-    def _change(self, plan: Plan) -> None:
-        if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
-            with self.changing() as arrangement:
-                arrangement.arrange(plan)
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Makes layers resident that have come back, and logs that."""

@@ -7,9 +7,8 @@ Note [Asleep]
     and a forward that cannot wake the model, as another one runs it, is slow and right.
 
 Note [Waking]
-    What lies outside of layers comes back first, unless it is embeddings and a head alone, of which the forward that
-    wakes the model reads few rows: these it reads on the host, as fast as the link would bring them, and they come back
-    with the next forward. Each layer that was resident gets a slot of its own, which is filled while the layers before
+    What lies outside of layers comes back first, or with the next forward (rest.py, Note [Few rows]). Each layer that
+    was resident gets a slot of its own, which is filled while the layers before
     it compute, as for layers that have come back from the host (ring.py, Note [Starting and stopping to stream]): the
     first token comes as late as the slower of its prefill and the link. The pages of the slots go to the layers' own
     addresses before the next forward, without a second copy where nobody can have written to the layer meanwhile.
@@ -34,30 +33,23 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import nn
 
-from ...allocator._native import Range, Transfer
 from ...allocator.errors import ManageError, PoolExhausted
 from ...allocator.units import format_size
 from ...offload.manager.client import PageClient
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.plan import Fewest, Plan
-from ...offload.policy.reclaim_order import Level
-from ...offload.residency.ring import LayerPart, StreamedLayer, bring_back, live
 from ..device.references import Interpreter
-from ..device.shared import reserve
-from ..weights.model_parts import TensorMember, held
-from ..weights.moving import tenants_of
-from ..weights.ranges import Weights, host_pages_left, is_away
+from ..weights.ranges import Weights, host_pages_left
 from .bound import Bound
 from .model_residency import ModelResidency
+from .rest import lying
 
 if TYPE_CHECKING:
     from ...offload.residency.weights_file import FileSpan, TensorEntry
@@ -77,8 +69,7 @@ Places = Mapping[int, Iterable["tuple[TensorEntry, FileSpan]"]]  # id of a tenso
 
 
 class Sleep:
-    """Puts one model to sleep and wakes it, while no forward of it runs. `level`: 0 while it is awake. `pending`: is
-    there anything to bring back?"""
+    """Puts one model to sleep and wakes it, while no forward of it runs. `level`: 0 while it is awake."""
 
     def __init__(
         self,
@@ -93,7 +84,6 @@ class Sleep:
         """`caches`: of its batches, with the numbers that the manager gave them. `touched` is called, once in a sleep,
         where somebody may write to a weight: see Note [Has anybody looked?]."""
         self.level = 0
-        self.pending = False
         self._name = type(model).__name__
         self._model = weakref.ref(model)
         self._weights = weights
@@ -102,7 +92,7 @@ class Sleep:
         self._batches = caches
         self._interpreter = interpreter
         self._plan = Plan(())  # of the time before
-        self._rows_only = False  # are there but embeddings and a head outside of layers?
+        self._governed = False  # did the manager change the residency then?
         self._shown: Bound | None = None  # the dictionaries of their modules
         self._touched = touched
         self._looked = False  # was it called?
@@ -135,11 +125,10 @@ class Sleep:
                 from ..weights.files import possible_places  # imports transformers
 
                 arrangement.plainly(lambda: places.update(possible_places(model)))
-            self._rows_only = self._has_rows_only(model)
-            self.level, self.pending, self._looked = level, True, False
+            self.level, self._looked = level, False
             try:
                 self._manager.retreat(self._caches)
-                residency.stop()
+                self._governed = residency.stop()
                 self._leave_layers(model, places)
                 self._leave_rest(model, places)
                 residency.streaming.on_asked = self._asked
@@ -160,14 +149,11 @@ class Sleep:
         residency = self._residency
         with residency.captured.lock, residency.streaming.revealing:
             if not self.level:
-                with suppress(PoolExhausted, ManageError):  # what is read on the host is right there
-                    self._bring_rest()
                 return
             self._weights.backings.register_files()
-            self._make_room(self._plan.device_pages + sum(left.pages for left in self._rest))
+            residency.rest.make_room(self._plan.device_pages + residency.rest.missing)
             self._unbind()
-            later = self._rows_only and _reads_few_rows(call, self._weights.plans.rows)
-            self._bring_rest(hidden=later)
+            residency.rest.bring(call if self._governed else MappingProxyType({}))
             self._arrange()
             residency.resume()
             self.level = 0
@@ -179,12 +165,12 @@ class Sleep:
             self._weights.backings.register_files()
             for layer in self._weights.on_host():
                 self._residency.streaming.reveal(layer)
-            self._reveal_rest()
+            self._residency.rest.reveal()
 
     def close(self) -> None:
         """Ends the sleep with the weights where they are, as the model is managed no more: see `show`."""
         self._unbind()
-        self.level, self.pending = 0, False
+        self.level = 0
 
     def _unbind(self) -> None:
         """Gives modules plain dictionaries again, but for those of layers."""
@@ -218,10 +204,8 @@ class Sleep:
 
     def _leave_rest(self, model: nn.Module, places: Places) -> None:
         """Moves all other weights off the device."""
-        transfer = Transfer(self._weights.device)
-        for left in _by_range(self._weights.parts(None)):
-            left.leave(transfer)
-        ids = {id(tensor) for tensors in self._lying(model, (None,)).values() for tensor in tensors}
+        self._residency.rest.leave()
+        ids = {id(tensor) for tensors in lying(self._weights, model, (None,)).values() for tensor in tensors}
         shown = self._shown = Bound(model, ids, self._asked, self._interpreter)
         alone = shown.unheld() and all(bound.unheld() for bound in self._residency.streaming.bound.values())
         if not alone:
@@ -234,18 +218,10 @@ class Sleep:
         from ..weights.files import compared  # imports transformers
 
         with open("/proc/self/mem", "rb", buffering=0) as memory:
-            for opened, tensors in self._lying(model, layers).items():
+            for opened, tensors in lying(self._weights, model, layers).items():
                 found = {id(tensor): compared(tensor, places.get(id(tensor), ()), memory) for tensor in tensors}
                 there = {key: span for key, span in found.items() if not isinstance(span, str)}
                 self._weights.backings.hide(opened, tensors, there)
-
-    def _lying(self, model: nn.Module, layers: Iterable[int | None]) -> dict[Range, list[torch.Tensor]]:
-        """The tensors in each range of these layers, looked up so that no access to a module is noticed."""
-        ranges = [opened for layer in layers for opened in self._weights.ranges.get(layer, ())]
-        lying: dict[Range, list[torch.Tensor]] = {opened: [] for opened in ranges}
-        for member, opened in tenants_of(ranges, [TensorMember(name, tensor, set()) for name, tensor in held(model)]):
-            lying[opened].append(member.tensor)
-        return {opened: [*{id(tensor): tensor for tensor in tensors}.values()] for opened, tensors in lying.items()}
 
     def _no_room(self, needed: int, left: int) -> ManageError:
         also = "" if self.level == LEVELS[-1] else ", or sleep at level 2, where files serve as far as they can"
@@ -259,7 +235,7 @@ class Sleep:
         if _asks_for_facts(sys._getframe()):
             return True
         self._look()
-        self._reveal_rest()
+        self._residency.rest.reveal()
         return False
 
     def _look(self) -> None:
@@ -267,47 +243,6 @@ class Sleep:
         if not self._looked:
             self._looked = True
             self._touched()
-
-    def _reveal_rest(self) -> None:
-        for part in [part for left in self._rest for part in left.parts]:
-            if part.backing.file is not None:
-                self._weights.backings.register_files()
-                try:
-                    part.backing.reveal(live(part.range, 0, part.range.pieces))
-                except PoolExhausted as error:
-                    raise torch.OutOfMemoryError(f"no room on the host for weights of {self._name}: {error}") from error
-
-    # -- waking
-
-    @property
-    def _rest(self) -> list[StreamedLayer]:
-        """The ranges of weights outside of layers, those that are on the host."""
-        return _by_range(part for part in self._weights.parts(None) if is_away(part.range))
-
-    def _bring_rest(self, hidden: bool = False) -> None:
-        """Brings weights outside of layers back, all or those whose bytes are `hidden` in a file. Raises as `end`."""
-        transfer, rest = Transfer(self._weights.device), self._rest
-        self._make_room(sum(left.pages for left in rest))
-        for left in rest:
-            if left.hidden or not hidden:
-                bring_back(self._weights.device, self._weights.group, transfer, left)
-        self.pending = hidden and not all(left.hidden for left in rest)
-
-    def _has_rows_only(self, model: nn.Module) -> bool:
-        """Are embeddings and the head all that lies outside of layers, but for small tensors?"""
-        ends = set[int]()
-        for name in ("get_input_embeddings", "get_output_embeddings"):
-            with suppress(AttributeError, NotImplementedError):  # of modules of other kinds
-                ends.update(map(id, getattr(model, name)().parameters()))
-        rest = [tensor for tensors in self._lying(model, (None,)).values() for tensor in tensors]
-        return all(id(tensor) in ends or tensor.nbytes < self._weights.device.page_size for tensor in rest)
-
-    def _make_room(self, needed: int) -> None:
-        """Has others give so many pages, or as many as they can."""
-        device = self._weights.device
-        reserve(device, lack := max(0, needed - device.available))
-        if lack:
-            self._manager.levels.make_room(lack, Level.LAST_WEIGHTS)
 
     def _arrange(self) -> None:
         """Has the layers stream that did before, or where there is less room as many as that demands."""
@@ -325,23 +260,6 @@ class Sleep:
             with suppress(PoolExhausted):  # the layers are read in place until the manager finds room
                 arrangement.leave(())
         residency.settling = True
-
-
-def _by_range(parts: Iterable[LayerPart]) -> list[StreamedLayer]:
-    """Weights outside of layers as things that stream: one for each range, as its parts share a backing."""
-    streamed = list[StreamedLayer]()
-    for _, group in groupby(parts, key=lambda part: part.range.address):
-        of_range = list(group)
-        start = of_range[0].offset
-        streamed.append(StreamedLayer(-1, 0, tuple(replace(part, offset=part.offset - start) for part in of_range)))
-    return streamed
-
-
-def _reads_few_rows(call: Mapping[str, Any], rows: int) -> bool:
-    """Does a forward with these keywords compute logits of no more tokens of each sequence than `rows`?"""
-    kept = call.get("logits_to_keep")
-    number = kept.numel() if isinstance(kept, torch.Tensor) else kept
-    return isinstance(number, int) and 0 < number <= rows and not torch.is_grad_enabled()
 
 
 def _asks_for_facts(frame: FrameType | None) -> bool:

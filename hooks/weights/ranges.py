@@ -45,7 +45,6 @@ from ...allocator.interrupts import Guarded, guarded
 from ...allocator.units import format_size
 from ...offload.policy.layout import Block, Layout, place
 from ...offload.policy.plan import Plan, Rule
-from ...offload.policy.reclaim_order import Level
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.residency.backing import Backing, FileBacking, FileBackings, FileLoader, Place
 from ...offload.residency.mover import Mover
@@ -124,9 +123,9 @@ def plan_under_budget(
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept for later prompts
         if (lack := missing(sum(pages))) > 0:
-            managers.of(device).levels.make_room(lack, Level.IDLE_KV)
+            managers.of(device).sources.make_room(lack)
     if (lack := missing(rule.smallest(pages))) > 0:
-        managers.of(device).levels.make_room(lack, Level.LAST_WEIGHTS)
+        managers.of(device).sources.make_room(lack, running=True)
     total, others = device.budget // page, max(0, _used(device) - sources)
     fixed = others + own
     plan = rule.choose(pages, total - fixed)
@@ -392,7 +391,7 @@ class Weights:
         self.plans = plans
         self.device = device
         self.group = device.group()
-        self._standin = device.kind == "standin"
+        self.standin = device.kind == "standin"
         self.stream = streams.stream_of(device)
         self._note = streams.note_of(device)
         # By the index of the decoder layer; under None ranges of no layer, or of several.
@@ -540,7 +539,7 @@ class Weights:
     def use(self, layer: int | None) -> None:
         """Tells the core that this thread is about to read the weights of `layer`, with None those of no layer."""
         if opened := self.ranges.get(layer):
-            stream = 0 if self._standin else self.stream()
+            stream = 0 if self.standin else self.stream()
             for range_ in opened:
                 range_.note_use(stream, False)
 

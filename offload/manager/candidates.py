@@ -1,15 +1,13 @@
-"""What of a device's models and caches may be taken, in the reclaim order, and what gets spare pages back. Numbers in,
-candidates, plans and pages out."""
+"""What of a device's models and caches may be taken, in the reclaim order. Numbers in, candidates and pages out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-from ..policy.plan import Plan
-from ..policy.reclaim_order import Absent, Candidate, above_floors, claimed, restore_order
-from ..policy.remap import Model, by_level, of_layer, restore
-from .client import INDICES_PER_SPLIT
+from ..policy import giving
+from ..policy.price import Price, of_outside
+from ..policy.reclaim_order import Candidate, PageSource, above_floors, claimed, ordered
+from .client import INDICES_PER_SPLIT, OUTSIDE_LAYERS
 from .clients import Held
 from .decision import Situation
 
@@ -19,40 +17,73 @@ def listed(
 ) -> list[Candidate]:
     """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed;
     `owed`: pages that models have to give back to others."""
-    return above_floors(claimed([*of_models, *_of_caches(now, caches)], owed), _spare(now, caches))
+    sequences: dict[int, list[Candidate]] = {}
+    for candidate in of_models:
+        sequences.setdefault(candidate.client, []).append(candidate)
+    order = ordered([*sequences.values(), *(_of_cache(now, held) for held in caches)], now.horizon)
+    return above_floors(claimed(order, owed), _spare(now, caches))
 
 
 def of_models(now: Situation) -> Iterator[Candidate]:
-    """Layers, in the order of remap.py."""
-    states = {state.name: state for state in now.states if state.auto and not state.held}
-    gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
-    for level, model, layer in by_level([now.model(state) for state in states.values()], gone):
-        yield of_layer(level, model, layer, states[model.name].number)
+    """Layers, those of each model in the order of giving.py, and behind them what idle models have outside of them."""
+    for state in now.states:
+        if state.auto and not state.held:
+            gone = {*state.model.plan.streamed, *state.taken}
+            uses, hidden, step = now.uses(state), now.prices.hidden, now.prices.step
+            yield from giving.candidates(now.model(state), state.number, gone, uses, hidden, step)
+            if state.number not in now.active and not state.has_slo and (pages := state.model.outside()):
+                costs, _ = now.costs(state, state.last["prefill"])
+                yield Candidate(
+                    PageSource.IDLE_WEIGHTS,
+                    state.number,
+                    OUTSIDE_LAYERS,
+                    pages,
+                    of_outside(costs, uses),
+                    priority=state.model.priority,
+                    recency=state.used,
+                    owner=state.number,
+                )
 
 
-def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
-    priorities = {state.number: state.model.priority for state in now.states}
-    seconds = now.leaving_seconds or 0.0
-    for held in caches:
-        number, owner = held.state.number, held.state.model
-        for offer in held.offers:
-            active = held.active and not offer.resting
-            level = offer.in_use if active else offer.idle
-            recency = float(number) if active else held.used
-            once = 0.0 if offer.clean else offer.pages * seconds
-            lost = offer.readers * seconds if active else 0.0
-            priority = priorities.get(owner, 0)
-            divisible = INDICES_PER_SPLIT if offer.divisible else 0
-            yield Candidate(
-                level, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
+def _of_cache(now: Situation, held: Held) -> list[Candidate]:
+    """What a cache offers, what costs least first, and equals as it offers them."""
+    owner = next((state for state in now.states if state.number == held.state.model), None)
+    back = now.page_seconds if owner is None else now.costs(owner, owner.last["decode"])[0].page_seconds
+    leaving = now.leaving_seconds(back)
+    candidates = []
+    for offer in held.offers:
+        active = held.active and not offer.resting
+        if not active:
+            uses = now.idle_uses(held.used, None if owner is None else owner.usual)
+        elif owner is None:
+            uses = 1 / now.idle_after  # or it would be idle
+        else:
+            uses = now.uses(owner) * offer.readers
+        out = 0.0 if offer.clean else leaving
+        candidates.append(
+            Candidate(
+                offer.in_use if active else offer.idle,
+                held.state.number,
+                offer.index,
+                offer.pages,
+                Price(uses * back, out + back if active else out),
+                leaving=out * offer.pages,
+                priority=0 if owner is None else owner.model.priority,
+                recency=float(held.state.number) if active else held.used,
+                owner=held.state.model,
+                divisible=INDICES_PER_SPLIT if offer.divisible else 0,
             )
+        )
+    return sorted(candidates, key=lambda candidate: candidate.price.over(now.horizon))
 
 
 def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
-    """Device pages that models with a floor have beyond it, as far as they are known: their layers, and full pages of
+    """Device pages that models with a floor have beyond it, as far as they are known: their weights, and full pages of
     their caches."""
     spare = {
-        state.number: now.standing(state).device_pages - state.model.floor for state in now.states if state.model.floor
+        state.number: now.standing(state).device_pages + state.model.outside() - state.model.floor
+        for state in now.states
+        if state.model.floor
     }
     for held in caches:
         if held.state.model in spare:
@@ -74,53 +105,3 @@ def to_clean(candidates: Sequence[Candidate], caches: Sequence[Held], most: int,
             dirty[candidate.client] = dirty.get(candidate.client, 0) + pages
         most -= candidate.pages
     return {number: min(pages, step) for number, pages in dirty.items()}
-
-
-class Back(NamedTuple):
-    """The outcome, by number of the state: plans with more resident layers, and pages of KV."""
-
-    plans: Mapping[int, Plan]
-    pages: Mapping[int, int]
-
-
-def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
-    """Divides `spare` pages, in the order of reclaim_order.py, Note [What is restored first]. A model with an SLO gets
-    none: its SLO decides. `models`: do models take part?"""
-    states = {state.number: now.model(state) for state in now.states if models and state.auto and not state.has_slo}
-    priorities = {state.number: state.model.priority for state in now.states}
-    absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]
-    for held in caches:
-        if held.active and held.displaced:
-            number, priority = held.state.number, priorities.get(held.state.model, 0)
-            for count, seconds in ((held.displaced - held.near, now.page_seconds), (held.near, now.peer_seconds)):
-                if count:
-                    seconds = seconds or now.page_seconds or 0.0
-                    absent.append(Absent(number, count, seconds, True, priority, held.used))
-    plans: dict[int, Plan] = {}
-    pages: dict[int, int] = {}
-    for missing in restore_order(absent):
-        if spare <= 0:
-            break
-        if missing.client in states:
-            model = states[missing.client]
-            plan = restore(model, spare)
-            if plan is not None:
-                plans[missing.client] = plan
-                spare += model.plan.device_pages - plan.device_pages
-        else:
-            some = min(spare, missing.pages)
-            pages[missing.client] = pages.get(missing.client, 0) + some
-            spare -= some
-    return Back(plans, pages)
-
-
-def _of_model(number: int, model: Model) -> Absent:
-    freed = model.freed
-    seconds = model.stall / max(1, freed) if model.active else 0.0
-    return Absent(number, freed, seconds, model.active, model.priority, model.used)
-
-
-def restored_on_use(displaced: int, spare: int, offered: int) -> int:
-    """Returns how many pages a cache restores when it is used again: it reads them in place in each step otherwise, so
-    that they are worth taking from idle models and caches, which have `offered`."""
-    return min(displaced, spare + offered)

@@ -1,7 +1,7 @@
 """The contract between the manager and its clients: owners of pages that may be taken, and are restored
 when there is room.
 
-`Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the layers of a
+`Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the weights of a
 managed model, the manager decides which stream, as layers must be spread evenly over an iteration (candidates.py). A
 `PageClient` says itself what it offers, and in which order. There are two: a KV cache (kv_client.py), which also holds
 cached prefixes and kept recurrent states, and the pages of batched requests (hooks/batching/pages.py).
@@ -10,7 +10,7 @@ Note [A new class of tensors]
     One file and one line. The file, in the folder of hooks/ that has the tensors, has a class that derives from
     `PageClient`, with a `name`, the time of its last use (`used`) and seven members. Its bytes lie in a `Range` of a
     group (`Device.group`, `Device.reserve`), which a `Mover` moves to a `Backing` and back (offload/residency). Its
-    offers have the levels of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
+    offers have the sources of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
     `self.number = manager.add_client(self)`; the client goes when it is collected. Where it is first used within a
     forward of a managed model it has that model's priority and floor (clients.py, Note [Whose pages]). Then, on
     the thread that uses it:
@@ -37,11 +37,12 @@ from typing import Any, Final, Literal, Protocol
 from ...allocator._native import Range
 from ..policy.kv_pages import Way
 from ..policy.plan import Plan
-from ..policy.reclaim_order import Level
+from ..policy.reclaim_order import PageSource
 from ..record.record import Point
 from .kv_read_plan import Streamed
 
 KEYS_PER_CLIENT: Final = 2**20  # a key of the reclaim list is a client's number times this, and an index
+OUTSIDE_LAYERS: Final = KEYS_PER_CLIENT - 1  # the index of what a model has outside of its layers
 INDICES_PER_SPLIT: Final = 2**16  # offers have lower ones; a further candidate made of one has an index higher by this
 
 
@@ -65,8 +66,8 @@ class Offer:
     """Pages of a client that may be taken together. `index`: its number in the client, below `INDICES_PER_SPLIT`;
     `pages`: of the device, that it frees; `clean`: its backing has the bytes, so that nothing is copied when it is
     taken; `readers`: layers that read each of its pages in an iteration; `divisible`: any number of them may be taken;
-    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its levels in the order of
-    reclaim, while its client is in use and while it is not."""
+    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its source while its client
+    is in use, and while it is not."""
 
     index: int
     pages: int
@@ -74,12 +75,16 @@ class Offer:
     readers: int = 1
     divisible: bool = False
     resting: bool = False
-    in_use: Level = Level.RUNNING_KV
-    idle: Level = Level.IDLE_KV
+    in_use: PageSource = PageSource.RUNNING_KV
+    idle: PageSource = PageSource.IDLE_KV
 
 
 class IterationTimes(Protocol):
     """Seconds of iterations of a model with every layer resident; None where nobody knows."""
+
+    @property
+    def entering(self) -> float:
+        """Seconds that the host takes for each layer that streams, 0 where nobody knows."""
 
     def seconds(self, point: Point) -> float | None:
         """Returns what such an iteration takes at most."""
@@ -89,7 +94,7 @@ class IterationTimes(Protocol):
 
 
 class ModelClient(Client, Protocol):
-    """The layers of a managed model. `entry` is called on threads that run a model."""
+    """The weights of a managed model. `entry` is called on threads that run a model."""
 
     @property
     def plan(self) -> Plan:
@@ -112,6 +117,14 @@ class ModelClient(Client, Protocol):
         while a batch takes longer than it must, those wait for longer."""
 
     @property
+    def waited(self) -> float:
+        """Seconds that its iterations have waited for copies, as measured, since it was arranged last."""
+
+    @property
+    def copied(self) -> float:
+        """Seconds that the link took to copy layers in these iterations, whether anybody waited for it or not."""
+
+    @property
     def priority(self) -> int:
         """The priority of the model: those with the lowest give first."""
 
@@ -122,6 +135,10 @@ class ModelClient(Client, Protocol):
     @property
     def timings(self) -> IterationTimes:
         """What its iterations take."""
+
+    def outside(self) -> int:
+        """Returns the device pages of its weights outside of layers, which may go while it is idle, all at once
+        (`OUTSIDE_LAYERS`); 0 where they have gone, or must stay. Called under the manager's lock; must not wait."""
 
     def wanted_until(self) -> float | None:
         """Until when requests need it, on the manager's clock: infinity while whoever schedules them has some, else
@@ -184,6 +201,11 @@ class PageClient(ABC):
     def read_displaced(self) -> int:
         """Displaced pages that its next iteration reads."""
         return self.displaced
+
+    @property
+    def resting(self) -> int:
+        """Pages on the device that nobody reads for now, though others of the client's."""
+        return 0
 
     @property
     def displaced_on_peer(self) -> int:

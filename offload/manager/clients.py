@@ -27,32 +27,61 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import count
+from typing import Any, Final, NamedTuple
 
+from ..policy.giving import standing
+from ..policy.kv_pages import Way
 from ..policy.lending import Use
 from ..policy.plan import Costs, Plan
 from ..policy.reclaim_order import Candidate
-from ..policy.remap import standing
 from ..policy.tuning import DEFAULT, WeightPlans
 from ..record.record import Phase, Point
 from .activity import Activity, Progress
-from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, Client, ModelClient, Offer, PageClient
+from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, OUTSIDE_LAYERS, Client, ModelClient, Offer, PageClient
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
+
+
+class Validity(NamedTuple):
+    """Under what a decision holds as it is: until the `version` is another one, the clock has passed `until`, or other
+    numbers of pages are free, or in the budget in bytes, than (free, budget) of `seen`."""
+
+    version: int
+    until: float
+    seen: tuple[int, int]
+
+
+class Version:
+    """The version of what a manager has decided: `number` is another one after each event that may change a decision.
+    `validity`: under what the last one holds, None for no time. Read on any thread, without a lock or a call."""
+
+    validity: Validity | None = None
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self.number = 0
+
+    def bump(self) -> None:
+        """Notes an event. May be called in the middle of anything, even here: no number is given twice."""
+        self.number = next(self._numbers)
 
 
 @dataclass(slots=True, eq=False)
 class ClientState(ABC):
     """`number`: never used again. `activity`: of its iterations. `taken`: layers or offers that the core took, and the
-    client does not know of yet. `used`: when it was in use last, as known at the last query; `waking`: it was idle
-    until its present iteration, a model until it decodes."""
+    client does not know of yet; `left`: when the first of what is away was taken, None where nothing is. `used`: when
+    it was in use last, as known at the last query; `usual`: seconds for which it is idle as a rule, None where nobody
+    knows. `returning`: pages that are to come back, whatever their absence has cost."""
 
     number: int
     name: str
     activity: Activity
     taken: set[int] = field(default_factory=set, kw_only=True)
+    left: float | None = field(default=None, kw_only=True)
     used: float = field(default=-math.inf, kw_only=True)
-    waking: bool = field(default=True, kw_only=True)
+    usual: float | None = field(default=None, kw_only=True)
+    returning: int = field(default=0, kw_only=True)
 
     def key(self, index: int) -> int:
         """The key of the client's layer or offer in the reclaim list."""
@@ -61,6 +90,12 @@ class ClientState(ABC):
     def last_use(self, now: float) -> float:
         """Returns when the client was in use last, by its iterations."""
         return self.activity.last(now)
+
+    def woke(self, now: float) -> None:
+        """Notes that it has work again after it was idle, unless that was noted already."""
+        idle = now - self.used
+        if 0 < idle < math.inf:
+            self.usual = idle if self.usual is None else (self.usual + idle) / 2
 
     @property
     def wanted(self) -> float | None:
@@ -79,19 +114,16 @@ class ClientState(ABC):
 
 @dataclass(slots=True, eq=False)
 class ModelState(ClientState):
-    """State of a ModelClient. `base`: layers that stream because its memory demands it. `taken`: since `model.plan`.
-    `held`: while not empty, nothing of it may be taken. `grant`: a plan with more resident layers, for which there are
-    pages to spare; `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last.
+    """State of a ModelClient. `taken`: since `model.plan`. `held`: while not empty, nothing of it may be taken.
+    `faster`: a plan that takes less time and no more pages. `lent`: the plan that an SLO gave it last.
     `passes`: its iterations since its plan was compared last, by phase; `due`: after how many the next comparison is;
-    `streams`: did it stream at its last decision?"""
+    `streams`: did it stream at its last decision? `sizes`: of its last iterations, each time that they changed."""
 
     model: ModelClient
-    base: int
     tuning: WeightPlans = DEFAULT.weights
     point: Point | None = None
     last: dict[Phase, Point] = field(default_factory=lambda: dict(FIRST))
     held: set[object] = field(default_factory=set)
-    grant: Plan | None = None
     faster: Plan | None = None
     lent: Plan | None = None
     noticed: set[Phase] = field(default_factory=set)
@@ -99,13 +131,25 @@ class ModelState(ClientState):
     passes: Counter[Phase] = field(default_factory=Counter)
     due: int = 0
     streams: bool = False
+    sizes: dict[Phase, deque[Point]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.due = self.tuning.look
+        self.sizes = {phase: deque([size], self.tuning.sizes) for phase, size in FIRST.items()}
+
+    def turn_to(self, point: Point) -> None:
+        """Notes that iterations of another size begin."""
+        self.point = self.last[point.phase] = point
+        self.sizes[point.phase].append(point)
 
     @property
     def has_slo(self) -> bool:
         return self.model.tpot_slo is not None or self.model.ttft_slo is not None
+
+    @property
+    def alternates(self) -> bool:
+        """Does one plan serve both phases, as both have an SLO? See coordinator.py, Note [Phases in turn]."""
+        return self.model.tpot_slo is not None and self.model.ttft_slo is not None
 
     @property
     def auto(self) -> bool:
@@ -125,8 +169,8 @@ class ModelState(ClientState):
         return self.model
 
     def keys(self) -> list[int]:
-        """The keys of all its layers."""
-        return [self.key(layer) for layer in range(len(self.model.plan.pages))]
+        """The keys of all that it may offer."""
+        return [self.key(index) for index in (*range(len(self.model.plan.pages)), OUTSIDE_LAYERS)]
 
     def costs_at(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
         """Returns (costs of such an iteration, are they measured)."""
@@ -137,15 +181,18 @@ class ModelState(ClientState):
 
     def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
         """Returns the usual seconds of such an iteration; None where it was not measured."""
-        seconds = self.model.timings.typical(point)
-        return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
+        timings = self.model.timings
+        seconds = timings.typical(point)
+        if seconds is None or page_seconds is None:
+            return None
+        return Costs(self.model.plan.pages, seconds, page_seconds, timings.entering)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
-        """Returns the plan that memory demands now; see remap.standing."""
+        """Returns the plan that memory demands now; see giving.standing."""
         if not self.taken:
             return self.model.plan
         costs, _ = self.costs_at(point, page_seconds)
-        return standing(self.model.plan, self.taken, costs, self.base, self.tuning.slots, self.tuning.capped)
+        return standing(self.model.plan, self.taken, costs, self.tuning.slots)
 
     def passed(self, phase: Phase) -> bool:
         """Counts an iteration; False, uncounted, where its plan is to be compared instead."""
@@ -161,8 +208,6 @@ class ModelState(ClientState):
             return
         if after != promised:
             self.due = self.tuning.look
-        elif len(before.streamed) == self.base:
-            self.base = len(after.streamed)  # it is as much what memory demands
 
     def _costs(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
         pages, ratio = self.model.plan.pages, float(self.tuning.assumed_ratio)
@@ -172,20 +217,34 @@ class ModelState(ClientState):
             seconds = max(1, sum(pages)) * (page_seconds or 1.0) / ratio
         if page_seconds is None:
             page_seconds = seconds * ratio / max(1, sum(pages))
-        return Costs(pages, seconds, page_seconds), measured
+        return Costs(pages, seconds, page_seconds, self.model.timings.entering), measured
 
 
 @dataclass(slots=True, eq=False)
 class PageState(ClientState):
-    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `restorable`: pages that
-    it may restore."""
+    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `away`: its pages on the
+    host, as it was asked last; of each of these: seconds that iterations have `waited` for it, and that the link has
+    `copied` it."""
 
     paged: weakref.ref[PageClient] = field(kw_only=True)
     model: int = field(default=0, kw_only=True)
-    restorable: int = field(default=0, kw_only=True)
+    away: int = field(default=0, kw_only=True)
+    waited: float = field(default=0.0, kw_only=True)
+    copied: float = field(default=0.0, kw_only=True)
 
     def client(self) -> PageClient | None:
         return self.paged()
+
+    def notice(self, away: int) -> None:
+        """Notes how many pages are away. What was taken since the last iteration has been waited for by none."""
+        part = min(1.0, self.away / away) if away else 0.0
+        self.waited, self.copied, self.away = self.waited * part, self.copied * part, away
+
+    def reads(self, client: PageClient, page_seconds: float) -> None:
+        """Notes that an iteration reads what is away."""
+        read, streamed = client.read_displaced * page_seconds, client.streamed
+        waits = read if streamed.way is Way.ZERO_COPY else streamed.exposed
+        self.waited, self.copied = self.waited + waits / self.away, self.copied + read / self.away
 
     def last_use(self, now: float) -> float:
         client = self.paged()
@@ -223,18 +282,19 @@ class Running:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._on: dict[int, ModelState] = {}  # the model whose forward runs, by thread
-        self._read: dict[int, set[PageState]] = {}  # the page clients that the forward has used so far, by thread
+        self.ahead: Final = progress.ahead
+        self.on: dict[int, ModelState] = {}  # the model whose forward runs, by thread
+        self.read: dict[int, set[PageState]] = {}  # the page clients that the forward has used so far, by thread
 
     @property
     def models(self) -> tuple[ModelState, ...]:
         """The models whose forward runs, or was interrupted."""
-        return tuple(self._on.values())
+        return tuple(self.on.values())
 
     @property
     def here(self) -> ModelState | None:
         """The model whose forward runs on this thread."""
-        return self._on.get(threading.get_ident())
+        return self.on.get(threading.get_ident())
 
     def began(self, state: ModelState, now: float) -> None:
         """Notes that an iteration of the model begins on this thread."""
@@ -242,41 +302,42 @@ class Running:
         if self._progress.ahead:
             self._progress.begin()
         state.activity.at = max(state.activity.at, now)
-        self._on[threading.get_ident()] = state
+        self.on[threading.get_ident()] = state
 
     def client_began(self, state: PageState, now: float) -> None:
         """Notes that an iteration of the client begins on this thread, within one of its model, if any."""
         state.activity.at = max(state.activity.at, now)
         thread = threading.get_ident()
-        if thread in self._on:
-            self._read.setdefault(thread, set()).add(state)
+        if thread in self.on:
+            self.read.setdefault(thread, set()).add(state)
 
     def ended(self, state: ModelState | None, now: float) -> None:
         """Notes that the iteration on this thread has been launched, if it began; None: of a model that is gone. May be
         called in the middle of anything."""
         thread = threading.get_ident()
-        read = self._read.pop(thread, set())
+        read = self.read.pop(thread, set())
         if state is None:
             return
         end = self._progress.end() if self._progress.ahead else None
         state.activity.ended(now, end)
         for cache in read:
             cache.activity.ended(now, end)
-        if self._on.get(thread) is state:
-            del self._on[thread]
+        if self.on.get(thread) is state:
+            del self.on[thread]
 
     def forget(self, state: ModelState | None) -> None:
         """Forgets a model that is gone: its iteration ends without it, or has been interrupted."""
-        for thread, on in list(self._on.items()):
+        for thread, on in list(self.on.items()):
             if on is state:
-                self._on.pop(thread, None)
+                self.on.pop(thread, None)
 
 
 class Clients:
     """`pause`: see Idleness; `progress`: of the device; `plans`: for the states of models. Not thread-safe, but for
     `left` and `client_left`: whoever calls holds the manager's lock."""
 
-    def __init__(self, pause: float, progress: Progress, plans: WeightPlans) -> None:
+    def __init__(self, pause: float, progress: Progress, plans: WeightPlans, version: Version) -> None:
+        self._version = version
         self._plans = plans
         self._progress = progress
         self._numbers = 0
@@ -284,7 +345,7 @@ class Clients:
         self._paged: dict[int, PageState] = {}  # by number
         self.gone: deque[tuple[bool, int]] = deque()  # (True, id of a model) or (False, number): collected
         self.running = Running(progress)
-        self.idleness = Idleness(self, pause)
+        self.idleness = Idleness(self, pause, version)
 
     # -- who is there
 
@@ -321,9 +382,8 @@ class Clients:
         name = model.name
         if any(state.name == name for state in self.models):
             name = f"{name} ({self._numbers})"
-        activity, streamed = Activity(self._progress), len(model.plan.streamed)
         self.idleness.changed()
-        self.by_model[id(model)] = ModelState(self._numbers, name, activity, model, streamed, self._plans)
+        self.by_model[id(model)] = ModelState(self._numbers, name, Activity(self._progress), model, self._plans)
 
     def add_paged(self, client: PageClient) -> int:
         """Adds a page client and returns its number. See Note [Whose pages]."""
@@ -344,10 +404,12 @@ class Clients:
         """Notes that a model was collected."""
         if id(model) in self.by_model:
             self.gone.append((True, id(model)))
+            self._version.bump()
 
     def client_left(self, number: int) -> None:
         """Notes that a page client was collected."""
         self.gone.append((False, number))
+        self._version.bump()
 
     def drop_dead(self) -> tuple[bool, bool]:
         """Removes the clients that are gone; were there any, models or others?"""
@@ -362,11 +424,13 @@ class Clients:
 
     # -- what they have
 
-    def took(self, number: int, index: int) -> None:
-        """The core took a layer of a model, or an offer of a page client."""
+    def took(self, number: int, index: int, now: float) -> None:
+        """The core took a layer of a model, or an offer of a page client. What lies outside of layers shows by itself
+        that it was taken."""
         for state in (*self.by_model.values(), *self._paged.values()):
-            if state.number == number:
+            if state.number == number and index != OUTSIDE_LAYERS:
                 state.taken.add(index)
+                state.left = now if state.left is None else state.left
 
     def held(self, now: float) -> list[Held]:
         """The page clients, at this moment."""
@@ -436,20 +500,34 @@ class Idleness:
     """`pause`: seconds after its last iteration, as the device does it, after which a client is idle. Not thread-safe:
     callers hold the manager's lock."""
 
-    def __init__(self, clients: Clients, pause: float) -> None:
+    def __init__(self, clients: Clients, pause: float, version: Version) -> None:
         self._clients = clients
+        self._version = version
         self._pause = pause
         self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
         self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
-        self.calm_until = -math.inf  # before then no client becomes idle: all are in use, none is only kept
+        # before then no client becomes idle while schedulers want the same: all are in use, none is only kept
+        self.calm_until = -math.inf
+        self._wanted: list[float | None] = []
+        self.scheduled = False  # has any model a scheduler? See Note [Scheduled models]
+
+    def wanted(self) -> list[float | None]:
+        """Until when requests need each model; see ModelClient.wanted_until."""
+        return [state.wanted for state in self._clients.by_model.values()]
+
+    def is_calm(self, now: float) -> bool:
+        """Are all clients in use that were, and has none gone idle?"""
+        return now < self.calm_until and self.wanted() == self._wanted
 
     def woke(self, state: ClientState, now: float) -> bool:
         """Has the client, whose iteration is about to begin, been idle until now?"""
-        return now >= self.calm_until and self.rests(state, now)
+        in_use = now < self.calm_until if state.wanted is None else self.is_calm(now)
+        return not in_use and self.rests(state, now)
 
     def changed(self) -> None:
         """Notes that clients came or went, or are only kept or not any more."""
         self.calm_until = -math.inf
+        self._version.bump()
 
     def rests(self, state: ClientState, now: float) -> bool:
         """Has the client been unused for the pause, even if leased now, or does its scheduler have no request? Sets
@@ -483,20 +561,23 @@ class Idleness:
 
     def rested(self, now: float) -> tuple[bool, bool]:
         """Has the set or order of idle clients changed since the last call? Returns (of models, of page clients)."""
-        if now < self.calm_until:
+        if self.is_calm(now):
             return False, False
+        self._wanted = self.wanted()
+        self.scheduled = any(wanted is not None for wanted in self._wanted)
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self._clients.models if state.number not in active]
-        for state in self._clients.models:
-            state.waking |= state.number in active and state.number in before[0]
+        for state in self._clients.models:  # of those that are scheduled, requests come before iterations
+            if state.number in active and state.number in before[0]:
+                state.woke(now)
         self._resting = tuple(model.number for model in sorted(idle, key=lambda model: model.used))
         unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))
-        paged = self._clients.paged
-        states: list[ClientState] = [*self._clients.models, *(state for state, _ in paged)]
-        first = min((state.used for state in states), default=-math.inf) + self._pause
-        by_others = any(client.only_cached for _, client in paged) or any(state.wanted is not None for state in states)
-        self.calm_until = -math.inf if by_others else first
+        paged, scheduled = self._clients.paged, zip(self._clients.models, self._wanted, strict=True)
+        # those with requests are in use until their scheduler says another time
+        states: list[ClientState] = [*(it for it, wanted in scheduled if wanted != math.inf), *(it for it, _ in paged)]
+        first = min((state.used for state in states), default=math.inf) + self._pause
+        self.calm_until = -math.inf if any(client.only_cached for _, client in paged) else first
         return self._resting != before[0], self._unused != before[1]
 
     def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:

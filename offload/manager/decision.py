@@ -17,7 +17,7 @@ Note [Together]
 
 Note [Two reasons to stream]
     Without an SLO layers stream because memory demands it and for nothing else: those that did not fit when the model
-    came, and those that were taken since, by exhaustion only (Oneiros). With an SLO as many stream as the SLO allows
+    came, and those that were taken since, as pages ran out. With an SLO as many stream as the SLO allows
     (Select-N §4.1: "maximize host memory usage"), at once, and the pages are free for others: no model waits for
     exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one for
     the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and changes
@@ -30,7 +30,12 @@ Note [One slot or two]
     when a model comes. Once its iterations and the link have been measured `faster` compares again, over all that the
     model did of late, each phase by its share. To change costs copies and may cost host pages, so the other plan has
     to save a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing
-    flaps, also where prompts and answers come in turns. An SLO chooses its own plan.
+    flaps, also where prompts and answers come in turns. An SLO chooses its own plan, and two that for both phases.
+
+Note [Back by rent]
+    Layers come back as soon as their absence has cost what their way there and back takes, or twice as much, where
+    others' pages go for them (rental.py). What iterations wait for them is measured. Where free pages are enough for
+    all layers, the time counts as well that the link was used for them.
 """
 
 from __future__ import annotations
@@ -41,10 +46,22 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ...allocator.units import format_time
-from ..policy.coordinator import FIXED, LinkClient, LinkOption, Refusal, RunningShares, Shares, share, share_running
-from ..policy.plan import Costs, Plan, fewest, fitting, meeting
-from ..policy.remap import Model, activate
-from ..policy.tuning import DEFAULT
+from ..policy.coordinator import (
+    FIXED,
+    LinkClient,
+    LinkOption,
+    PhaseDemand,
+    Refusal,
+    RunningShares,
+    Shares,
+    share,
+    share_running,
+)
+from ..policy.giving import Model
+from ..policy.plan import Costs, Plan, fewest, fitting, loaded, meeting
+from ..policy.price import until_used
+from ..policy.rental import threshold
+from ..policy.tuning import DEFAULT, Prices
 from ..record.record import Phase, Point
 from .activity import Activity
 from .client import ModelClient
@@ -81,17 +98,27 @@ class Situation:
     floors: Mapping[int, int] = field(default_factory=dict)
     peer_seconds: float | None = None
     peer_room: bool = False
+    turn: int = 0  # the number of the model whose turn it is; 0: of none
+    prices: Prices = DEFAULT.prices
+    horizon: float = DEFAULT.prices.horizon  # seconds that what is taken stays away
+    assumed: float = DEFAULT.kv_reads.link  # of a link that is not measured, bytes per second
+    at: float = 0.0  # seconds, by the manager's clock
+    idle_after: float = DEFAULT.pages.idle
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
-    def page_seconds(self) -> float | None:
-        """Seconds to copy a page."""
+    def measured_page_seconds(self) -> float | None:
+        """Seconds to copy a page; None where the link is not measured."""
         return None if self.bandwidth is None else self.page_size / self.bandwidth
 
     @property
-    def leaving_seconds(self) -> float | None:
-        """Seconds to copy a page of KV to where it would go now."""
-        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else self.page_seconds
+    def page_seconds(self) -> float:
+        """Seconds to copy a page."""
+        return self.page_size / (self.bandwidth or self.assumed)
+
+    def leaving_seconds(self, host: float) -> float:
+        """Seconds to copy a page of KV to where it would go now. `host`: to the host."""
+        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else host
 
     @property
     def spare(self) -> int:
@@ -100,16 +127,27 @@ class Situation:
 
     def costs(self, state: ModelState, point: Point) -> tuple[Costs, bool]:
         """Returns (costs of such an iteration, are they measured)."""
-        return state.costs_at(point, self.page_seconds)
+        return state.costs_at(point, self.measured_page_seconds)
 
     def expected(self, state: ModelState, point: Point) -> Costs | None:
         """Returns the usual costs of such an iteration; None where it was not measured."""
-        return state.expected(point, self.page_seconds)
+        return state.expected(point, self.measured_page_seconds)
 
     def standing(self, state: ModelState) -> Plan:
         """Returns ModelState.standing for the iteration that the model does, or will do when it has work again."""
         point = state.point if state.number in self.active else None
-        return state.standing(point or state.last["prefill"], self.page_seconds)
+        return state.standing(point or state.last["prefill"], self.measured_page_seconds)
+
+    def uses(self, state: ModelState) -> float:
+        """Passes per second of the model, as they would be with every layer present: models that run take turns."""
+        if state.number not in self.active:
+            return self.idle_uses(state.used, state.usual)
+        running = [other for other in self.states if other.number in self.active]
+        return 1 / sum(self.costs(other, other.last["decode"])[0].seconds for other in running)
+
+    def idle_uses(self, used: float, usual: float | None) -> float:
+        """The same of what is idle, was used last at `used`, and is idle for `usual` seconds as a rule."""
+        return 1 / until_used(self.at - used, usual, self.idle_after, self.horizon)
 
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""
@@ -117,22 +155,18 @@ class Situation:
         return self.spare + sum(self.offered.get(number, 0) for number in idle)
 
     def model(self, state: ModelState) -> Model:
-        """The model as remap.py takes it."""
+        """The model as giving.py takes it."""
         active = state.number in self.active
-        (decode, _), (prefill, _) = (self.costs(state, state.last[phase]) for phase in ("decode", "prefill"))
+        phase: Phase = "decode" if active else "prefill"
         return Model(
             state.name,
             self.standing(state),
-            decode,
-            prefill,
+            self.costs(state, state.last[phase])[0],
             active,
             state.model.priority,
             0.0 if active else state.used,
-            base=state.base,
-            least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
-            slots=state.tuning.slots,
-            mru=state.tuning.mru,
-            capped=state.tuning.capped,
+            max(self._least(state, phase), self.floors.get(state.number, 0)),
+            state.tuning.slots,
         )
 
     def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
@@ -141,9 +175,9 @@ class Situation:
 
     def client(self, state: ModelState, point: Point, room: int) -> LinkClient:
         """Returns the model as coordinator.py takes it, with so many pages beside those that it has."""
-        costs, _ = self.costs(state, point)
+        (costs, slo), *beside = self.demands(state, point)
         plan = self.standing(state)
-        slo, available = state.slo(point.phase), plan.device_pages + room
+        available = plan.device_pages + room
         idle = state.number not in self.active
         free = state.auto and slo < math.inf and fitting(costs, available) is not None
         fixed = None if free else plan
@@ -158,7 +192,33 @@ class Situation:
             fixed=fixed,
             least=least,
             parts=state.tuning.link_parts,
+            beside=tuple(beside) if free else (),
+            standing=plan,
         )
+
+    def demands(self, state: ModelState, point: Point) -> list[PhaseDemand]:
+        """What the plan of an iteration like `point` has to keep, that one first. Where phases take turns the longest
+        iteration of late counts for each, as it was measured. See coordinator.py, Note [Phases in turn]."""
+        here = [PhaseDemand(self.costs(state, point)[0], state.slo(point.phase))]
+        if not state.alternates:
+            return here
+        for phase, sizes in sorted(state.sizes.items(), key=lambda its: its[0] != point.phase):
+            measured = [costs for size in sizes for costs, known in [self.costs(state, size)] if known]
+            if phase == point.phase:
+                here = [PhaseDemand(max([here[0].costs, *measured], key=lambda costs: costs.seconds), here[0].slo)]
+            elif measured:
+                here.append(PhaseDemand(max(measured, key=lambda costs: costs.seconds), state.slo(phase)))
+        return here
+
+    def is_late(self, state: ModelState, point: Point, plan: Plan) -> bool:
+        """Would the next iteration miss its SLO for what is loaded for `plan` before, though its plan so far keeps
+        both, with no more of the link? The plan then waits for an iteration that has the time."""
+        demands, before = self.demands(state, point), self.standing(state)
+        if not state.alternates or state.taken or before.host_pages > plan.host_pages:
+            return False
+        (costs, slo), *_ = demands
+        late = costs.of(plan) + loaded(before, plan) * costs.page_seconds > slo >= costs.of(plan)
+        return late and before != plan and all(demand.costs.of(before) <= demand.slo for demand in demands)
 
     def _least(self, state: ModelState, phase: Phase) -> int:
         """Device pages that the model's SLO needs: those of the plan that it was given, or would be given alone."""
@@ -167,9 +227,7 @@ class Situation:
             return 0
         if state.lent is not None and state.point == state.last[phase]:
             return state.lent.device_pages
-        costs, _ = self.costs(state, state.last[phase])
-        interval = _meeting(costs, slo)
-        return costs.plan(costs.none if interval is None else interval).device_pages
+        return max(_needed(demand) for demand in self.demands(state, state.last[phase]))
 
 
 @lru_cache(maxsize=256)
@@ -179,7 +237,11 @@ def _kept(costs: Costs, floor: int, available: int) -> int:
     return min(floor, max((pages for pages in every if pages <= available), default=0))
 
 
-_meeting = lru_cache(maxsize=256)(meeting)
+@lru_cache(maxsize=256)
+def _needed(demand: PhaseDemand) -> int:
+    """Device pages of the plan with which an SLO is kept, alone on the link; of all layers where it cannot be."""
+    interval = meeting(demand.costs, demand.slo)
+    return demand.costs.plan(demand.costs.none if interval is None else interval).device_pages
 
 
 def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
@@ -203,14 +265,16 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     assert now.bandwidth is not None
     now.active = frozenset(state.number for state in now.states)
     taken = any(state.name == model.name for state in now.states)
-    new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model, 0)
+    new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model)
     only = model.interval if isinstance(model.interval, int) else None
+    kept: list[PhaseDemand] = []
     for phase, point in FIRST.items():
         costs, measured = now.costs(new, point)
         if new.slo(phase) == math.inf or not measured:
             continue
         slo, parts = new.slo(phase), new.tuning.link_parts
-        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts)
+        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts, beside=tuple(kept))
+        kept.append(PhaseDemand(costs, slo))
         wide = [now.client(state, state.last["decode"], _all(state)) for state in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue
@@ -241,7 +305,8 @@ def _all(state: ModelState) -> int:
 class StreamDecision:
     """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: of the
     iteration by the record, None where not measured; `refusal`: why the SLO is missed, where it is; `notice`: a text to
-    be shown once."""
+    be shown once. It is decided anew once iterations have waited for `rent` seconds, or copies have taken `toll`: see
+    Note [Back by rent]."""
 
     plan: Plan
     why: str
@@ -249,6 +314,8 @@ class StreamDecision:
     seconds: float | None = None
     refusal: Refusal | None = None
     notice: str | None = None
+    rent: float = math.inf
+    toll: float = math.inf
 
 
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
@@ -258,19 +325,53 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     if state.slo(point.phase) < math.inf:
         return _by_slo(now, state, point)
     standing = now.standing(state)
-    if state.grant is not None and state.grant.device_pages - standing.device_pages <= now.spare:
-        return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
+    if not standing.streamed:
+        return _made(now, state, point, standing, "every layer is resident")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
         return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
-    if point.phase == "decode":
-        if state.lent == state.model.plan and standing.streamed:
-            costs, _ = now.costs(state, point)
-            within, slots = standing.device_pages + now.spare, state.tuning.slots
-            plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
-            return _made(now, state, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
-        if state.waking:
-            return _woken(now, state, point)
-    return _made(now, state, point, standing, _reason(state, standing))
+    if now.turn == state.number:
+        plan = _within(now, state, point, standing, now.room(state))
+        return _made(now, state, point, plan, "its turn: as few layers stream as those that wait leave room for")
+    if point.phase == "decode" and state.lent == state.model.plan:
+        plan = _within(now, state, point, standing, now.spare)
+        return _made(now, state, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
+    return _coming_back(now, state, point, standing)
+
+
+def _within(now: Situation, state: ModelState, point: Point, standing: Plan, more: int) -> Plan:
+    """Returns the plan with the fewest streamed layers in so many pages `more`, where that is better."""
+    costs, _ = now.costs(state, point)
+    plan = fewest(standing.pages, standing.device_pages + more, costs.ratio, slots=state.tuning.slots)
+    if plan is None or (costs.of(plan), plan.host_pages) >= (costs.of(standing), standing.host_pages):
+        return standing
+    return plan
+
+
+def _coming_back(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
+    """Decides whether layers come back, to pages that are free or in exchange for what idle models have. See Note [Back
+    by rent]."""
+    freed, rent, toll = _within(now, state, point, standing, now.spare), math.inf, math.inf
+    if freed != standing:
+        price = _change(now, standing, freed)
+        rent, toll = price, math.inf if freed.streamed else price
+        if state.returning or state.model.waited >= rent or state.model.copied >= toll:
+            return _made(now, state, point, freed, "pages are free, and copies have taken as long as that takes")
+    costs, _ = now.costs(state, point)
+    exchanged = _within(now, state, point, standing, now.room(state))
+    if state.number in now.active and costs.of(exchanged) < costs.of(freed):
+        price = _change(now, standing, exchanged)
+        if state.model.waited >= price:
+            return _made(now, state, point, exchanged, "its iterations have waited for as long as that takes")
+        rent = min(rent, price)
+    now.short |= freed.streamed != ()
+    return replace(_made(now, state, point, standing, "memory demands it"), rent=rent, toll=toll)
+
+
+def _change(now: Situation, standing: Plan, plan: Plan) -> float:
+    """Seconds of waiting for all that streams that are worth the other plan: what it brings has its share of them."""
+    comes = max(1, standing.host_pages - plan.host_pages)
+    goes = max(0, plan.device_pages - standing.device_pages - now.spare)
+    return now.prices.returns * threshold(comes, goes, now.page_seconds) * max(1, standing.host_pages) / comes
 
 
 def faster(now: Situation, state: ModelState) -> Plan | None:
@@ -281,8 +382,7 @@ def faster(now: Situation, state: ModelState) -> Plan | None:
         return None
     done = [(count, now.expected(state, state.last[phase])) for phase, count in state.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
-    most = None if len(standing.streamed) == state.base else now.model(state).cap
-    plan = fastest(standing, known, state.tuning.margin, most, state.tuning.slots)
+    plan = fastest(standing, known, state.tuning.margin, state.tuning.slots)
     return None if plan == standing else plan
 
 
@@ -290,7 +390,6 @@ def fastest(
     standing: Plan,
     done: Sequence[tuple[int, Costs]],
     margin: float,
-    most: int | None = None,
     slots: tuple[int, ...] = DEFAULT.weights.slots,
 ) -> Plan:
     """Returns `standing`, or the plan of `fewest` for its pages that saves the part `margin` of the time of so many
@@ -299,7 +398,7 @@ def fastest(
     def seconds(plan: Plan) -> float:
         return sum(count * costs.expected(plan) for count, costs in done)
 
-    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, most, slots) for _, costs in done]
+    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, slots=slots) for _, costs in done]
     best = min((plan for plan in plans if plan is not None), key=seconds, default=standing)
     return best if seconds(best) < (1 - margin) * seconds(standing) else standing
 
@@ -322,8 +421,11 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         if now.planned(state, point, option).device_pages > within:
             now.short = True
             return _made(now, state, point, standing, "as it is, until others on the link have made room")
-    plan = state.lent = now.planned(state, point, option)
+    plan = now.planned(state, point, option)
     interval = None if option.interval == FIXED else option.interval
+    if now.is_late(state, point, plan):
+        plan, interval = standing, None
+    state.lent = plan
     aim = f"a {'decode step' if point.phase == 'decode' else 'prefill'} within {format_time(state.slo(point.phase))}"
     refusal = now.settled.missed.get(state.name)
     if refusal is None:
@@ -334,7 +436,10 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         )
         return _made(now, state, point, plan, what, interval)
     now.short = True
-    why = f"{aim} is not kept, and as little streams as memory allows. {refusal}"
+    least = "of what fits that at which the fewest SLOs are missed, by the least" if state.alternates else ""
+    if state.name in now.settled.kept:
+        return _made(now, state, point, plan, f"{aim} is kept, the SLO of the other phase is not: {least}", interval)
+    why = f"{aim} is not kept, and {least or 'as little streams as memory allows'}. {refusal}"
     made = _made(now, state, point, plan, why, interval, refusal)
     if point.phase in state.noticed:
         return made
@@ -347,37 +452,9 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
     as little as there are pages for."""
     costs, measured = now.costs(state, point)
     if measured and costs.of(standing) <= state.slo(point.phase):
-        return _made(now, state, point, standing, f"{_reason(state, standing)}, within what requests ask")
-    within = standing.device_pages + now.spare
-    plan = fewest(standing.pages, within, costs.ratio, slots=state.tuning.slots) or standing
+        return _made(now, state, point, standing, "what memory demands is within what requests ask")
+    plan = _within(now, state, point, standing, now.spare)
     return _made(now, state, point, plan, "requests ask for more: as few layers stream as the free pages allow")
-
-
-def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
-    """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
-    `restore` gives layers back in time; to do so at once would flap with the batch."""
-    standing = now.standing(state)
-    models = [now.model(member) for member in now.states if member is state or (member.auto and not member.held)]
-    change = activate(models, state.name, now.spare)
-    plan = change.plans.get(state.name)
-    if plan is None:
-        return _made(now, state, point, standing, _reason(state, standing))
-    if not change.short:
-        return _made(now, state, point, plan, "it decodes: no more layers stream than hide behind that")
-    now.short = True
-    costs, _ = now.costs(state, point)
-    within = plan.device_pages - change.short
-    plan = fewest(plan.pages, within, costs.ratio, slots=state.tuning.slots) or standing
-    return _made(now, state, point, plan, f"it decodes, and {change.short} pages are missing to hide what streams")
-
-
-def _reason(state: ModelState, plan: Plan) -> str:
-    count = len(plan.streamed)
-    if not count:
-        return "every layer is resident"
-    if count <= state.base:
-        return "memory demands it"
-    return "pages ran out, and weights gave theirs"
 
 
 def _made(

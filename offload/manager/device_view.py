@@ -22,15 +22,15 @@ from typing import Any, Final, Protocol
 
 from ...allocator.errors import BallonetError
 from ...allocator.events import Events, Named, unnamed
-from ..policy.reclaim_order import Candidate, Level
-from ..policy.remap import CalmClock, observe
+from ..policy.kv_pages import mark
+from ..policy.reclaim_order import Candidate, PageSource
 from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
 from .activity import StreamMarks
 from .client import KEYS_PER_CLIENT
-from .clients import ClientState
+from .clients import ClientState, Version
 
-_LEVELS: Final = {level.label: level for level in Level}
+_EXPOSED: Final = {source.label for source in PageSource if source.exposed}
 
 
 class DeviceView(Protocol):
@@ -60,18 +60,18 @@ class Draft:
     number: int
     order: Sequence[tuple[ClientState, Candidate]]
     entries: list[Any] = field(default_factory=list)
-    pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
+    pages: dict[int, int] = field(default_factory=dict)  # by number of the client, but for layers that passes wait for
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
     dirty: dict[int, int] = field(default_factory=dict)  # of `pages`, those whose bytes go to the host when taken
-    in_use: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Level.HIDDEN_WEIGHTS` on
+    in_use: dict[int, int] = field(default_factory=dict)  # and those that are in use
 
     @property
-    def keys(self) -> list[tuple[int, Level, bool, int]]:
-        """The facts by which lists differ: (key, level, borrowed, pages where divisible) of each candidate."""
+    def keys(self) -> list[tuple[int, PageSource, bool, int]]:
+        """The facts by which lists differ: (key, source, borrowed, pages where divisible) of each candidate."""
         return [
             (
                 number * KEYS_PER_CLIENT + candidate.index,
-                candidate.level,
+                candidate.source,
                 candidate.borrowed,
                 candidate.pages if candidate.divisible else 0,
             )
@@ -86,18 +86,18 @@ class Draft:
                 self.entries.append((client.key(candidate.index), *entry))
                 if candidate.divisible:
                     self.limits[client.key(candidate.index)] = candidate.pages
-                if candidate.level is not Level.LAST_WEIGHTS:
+                if candidate.source is not PageSource.STALLING_WEIGHTS:
                     self.pages[client.number] = self.pages.get(client.number, 0) + candidate.pages
                     dirty = min(candidate.pages, _dirty(entry[1]))
                     self.dirty[client.number] = self.dirty.get(client.number, 0) + dirty
-                    if candidate.level >= Level.HIDDEN_WEIGHTS:
+                    if not candidate.source.idle:
                         self.in_use[client.number] = self.in_use.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
         """The names of its entries, by key."""
         return {
             client.key(candidate.index): Named(
-                candidate.source, client.name, candidate.once, candidate.pages if candidate.divisible else 0
+                candidate.label, client.name, candidate.leaving, candidate.pages if candidate.divisible else 0
             )
             for client, candidate in self.order
         }
@@ -106,23 +106,29 @@ class Draft:
 class Published:
     """The list that the core has. Not thread-safe, but for `named`: callers hold the manager's lock."""
 
-    def __init__(self, device: DeviceView) -> None:
+    def __init__(self, device: DeviceView, version: Version) -> None:
         self._device = device
+        self._version = version
         self._number = 0
-        self._keys: list[tuple[int, Level, bool, int]] = []
+        self._keys: list[tuple[int, PageSource, bool, int]] = []
         self._current = True  # has the core the last list that was drafted?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
-        self.pages: dict[int, int] = {}  # in the list, within caps, by number of the client
+        self.pages: dict[int, int] = {}  # in the list, but for layers that passes wait for, by number of the client
         self.dirty: dict[int, int] = {}  # of these, those whose bytes go to the host when they are taken
         self.in_use: dict[int, int] = {}  # and those that are in use
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
+    def outdate(self) -> None:
+        """Notes that the order may be another one now."""
+        self.stale = True
+        self._version.bump()
+
     def void(self) -> None:
         """Forbids to publish the present draft, and has the next list made anew."""
         self._number += 1
         self._current = False
-        self.stale = True
+        self.outdate()
 
     def draft(self, order: Sequence[tuple[ClientState, Candidate]]) -> Draft | None:
         """Begins a draft. None where the core has that list already."""
@@ -147,9 +153,9 @@ class Published:
         """Returns the source, client and predicted cost of the entry of this key. On any thread."""
         return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))
 
-    def comes_after(self, key: int, level: Level) -> bool:
-        """Does the entry of this key come after that level of the reclaim order?"""
-        return _LEVELS.get(self.named(key).source, level) > level
+    def is_exposed(self, key: int) -> bool:
+        """Does each pass wait for what the entry of this key has, once it is away?"""
+        return self.named(key).source in _EXPOSED
 
 
 def _dirty(parts: Iterable[Any]) -> int:
@@ -166,17 +172,21 @@ def _dirty(parts: Iterable[Any]) -> int:
 class DevicePages:
     """Free pages over time. `look` is not thread-safe, its callers hold the manager's lock; the others are."""
 
-    def __init__(self, device: DeviceView, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        device: DeviceView,
+        tuning: FreePages,
+        waits: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`waits`: the clock by which `wait` gives up."""
         self.short = False  # were few free at the last look?
         self.scarce = False  # or were few free not long ago?
-        self._quiet_until = -math.inf  # before then time alone does not change the result of a look
-        self._seen = 0, 0  # free pages at the last look, and the budget
+        self.quiet_until = -math.inf  # before then time alone does not change the result of a look
+        self.seen = 0, 0  # free pages at the last look, and the budget
         self._ample: float | None = None  # since when pages are ample
         self._device = device
         self._tuning = tuning
         self._waits = waits
-        self._calm: CalmClock | None = None
         self._given = threading.Condition()
 
     @property
@@ -187,7 +197,7 @@ class DevicePages:
     @property
     def mark(self) -> int:
         """Pages that stay free and are never given back."""
-        return self._mark(self.total)
+        return mark(self.total, self._tuning)
 
     @property
     def free(self) -> int:
@@ -202,35 +212,16 @@ class DevicePages:
         used: int = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
         return max(0, self.total - used + idle)
 
-    def look(self, now: float, waited: bool) -> tuple[int, int]:
-        """Returns (free pages, those of them that may go back). `waited`: was any page taken or refused since the last
-        look?"""
+    def look(self, now: float) -> int:
+        """Returns how many pages are free."""
         free, budget = self._device.available, self._device.budget
         total = budget // self._device.page_size
         self.short = free * self._tuning.short < total
         self.scarce = self._scarce(now, free, total)
-        waited = waited or self._device.page_request > 0
-        self._calm, spare = observe(self._calm, now, free, waited, self._mark(total), self._tuning.dwell)
-        self._seen = free, budget
-        self._quiet_until = self._next_change(free < self._mark(total) and not waited)
-        return free, spare
-
-    def unchanged(self, now: float) -> bool:
-        """Would a look find what the last one found, with none to go back, while plenty are free?"""
-        device = self._device
-        return now < self._quiet_until and not device.page_request and (device.available, device.budget) == self._seen
-
-    def _next_change(self, waits: bool) -> float:
-        """Returns when a look may find something else although as many pages are free: at once while they are short, or
-        where the next look begins a dwell. `waits`: does none begin now?"""
-        if self.short or (self._calm is None and not waits):
-            return -math.inf
-        calm = math.inf if self._calm is None else self._calm.since + self._tuning.dwell
+        self.seen = free, budget
         ample = math.inf if self._ample is None else self._ample + self._tuning.forget
-        return min(calm, ample)
-
-    def _mark(self, total: int) -> int:
-        return max(1, total // self._tuning.spare)
+        self.quiet_until = -math.inf if self.short else ample
+        return free
 
     def _scarce(self, now: float, free: int, total: int) -> bool:
         """Are pages scarce? They are once they are short, and until they have been ample for long enough."""
@@ -240,10 +231,6 @@ class DevicePages:
             self._ample = now
         recent = self._ample is None or now - self._ample < self._tuning.forget
         return self.short or (self.scarce and recent)
-
-    def went_back(self) -> None:
-        """Notes that pages were given back, which is no use that grows: the dwell begins anew."""
-        self._calm, self._quiet_until = None, -math.inf
 
     def wait(self, timeout: float) -> bool:
         """Waits until others may have given pages, `timeout` seconds at most, and gives meanwhile what others request

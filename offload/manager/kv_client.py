@@ -23,11 +23,12 @@ from ...allocator._native import Device, Group, Lease, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
 from ..policy.kv_pages import mean_seconds
-from ..policy.reclaim_order import Level
+from ..policy.reclaim_order import PageSource
 from ..residency.kv_extent import KVExtent, KVExtents, coldest
 from ..residency.kv_slots import Slice
 from ..residency.mover import Runs
 from .client import INDICES_PER_SPLIT, Offer, PageClient
+from .clients import Validity
 from .kv_read_plan import KVReadPlan, Streamed
 from .memory_manager import MemoryManager
 
@@ -46,6 +47,9 @@ class KVTurns:
         self.appended: list[int] = []  # the same, in this iteration
         self.first: tuple[int, int] | None = None  # the layer that began this iteration
         self.since = 0  # appends since the last one of `first`
+        self.validity: Validity | None = None  # under what nothing has to be done for the next iterations
+        self.left = 0  # how many they are
+        self.skipped = False  # was nothing done for the last one?
 
     def begins(self, layer: tuple[int, int]) -> bool:
         """Notes that a layer is about to append. Is it the first one of an iteration?"""
@@ -169,6 +173,11 @@ class KVSaving:
         """Notes what has been copied, unless copies are being submitted. Returns whether more is clean. DriverError."""
         with self._lock:
             return self._extents.busy and not self._behind.locked() and self._extents.saved()
+
+    @property
+    def busy(self) -> bool:
+        """Is anything being copied to a backing?"""
+        return self._extents.busy
 
     def demote(self, pages: int) -> None:
         """Starts to copy up to so many pages from the peer to the host, those first that are not read there; they take
@@ -341,7 +350,7 @@ class KVClient(PageClient):
         offers = self.takable.all()
         if not self._only_cached:
             return offers
-        return [replace(offer, idle=Level.PREFIX) if offer.clean else offer for offer in offers]
+        return [replace(offer, idle=PageSource.PREFIX) if offer.clean else offer for offer in offers]
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""

@@ -151,6 +151,11 @@ class KVReadPlan:
             self._wait = self._tuning.again
         return pages
 
+    def forget_iteration(self) -> None:
+        """Learns nothing from the last iteration: others came after it that were not noted."""
+        self._intervals.forget()
+        self._iteration = None
+
     def nothing_away(self, rows: int) -> None:
         """Does what `arrange` does where nothing is away and there are no slots."""
         self._begin(rows, 0, self._tuning.link)

@@ -4,16 +4,22 @@ Note [Who calls]
     The thread that uses the cache calls KVTier; the manager KVClient (kv_client.py), on any thread, `offers` even
     under its lock, or in a finalizer, in the middle of anything. So KVClient never waits for the lock of the cache, and
     no holder of that lock calls the manager.
+
+Note [Iterations like the last]
+    An iteration of one token, after one for which all was on the device, and no page came, left, was saved or filled
+    since, begins in one call (`continues`). What may change that are the manager's events (memory_manager.py, Note
+    [Events]), what the core takes, and full pages that the manager was not told of. Two in a row of `sampled` begin as
+    all others do, from which the time of an iteration is learned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
+from threading import Lock, get_ident
 
 from ...allocator._native import Device, Group, Transfer
 from ..policy.kv_pages import ahead, mean_seconds, scarce, window, worth_telling
-from ..policy.reclaim_order import Level
+from ..policy.reclaim_order import PageSource
 from ..residency.kv_extent import KVExtent, KVExtents
 from .kv_client import KVClient, KVTurns
 from .memory_manager import MemoryManager
@@ -37,9 +43,11 @@ class KVTier:
         self._restoring = Lock()  # held while pages get their bytes
         self._arrives = False  # are pages being restored, as far as known?
         self._unreported = 0  # full pages that the manager was not told of
+        self._reclaimed = 0  # pages that the core had taken when the last iteration was looked at
         self._slot_changes = 0  # the count of slot changes that the manager was told last
         self.client.model_name = model_name
         self.number = manager.add_client(self.client)
+        self._state = manager.clients.numbered(self.number)
 
     def add(self, extent: KVExtent) -> int:
         """Adds a range and returns its number."""
@@ -78,7 +86,11 @@ class KVTier:
         """Begins an iteration: restores pages and arranges slots before the first layer appends `rows` tokens on
         `stream`. `more`: pages that each range gets for them; `forward`: the number of its lease, 0 outside of one.
         DriverError."""
-        client, way = self.client, self._way
+        client, way, turns = self.client, self._way, self.turns
+        validity = None if self.manager.clients.idleness.scheduled else self.manager.version.validity
+        reclaimed = self._device.reclaimed
+        if turns.skipped:
+            way.forget_iteration()
         if self.manager.taken_of(self.number):
             self.extents.look_anew()
         if client.saving.notice() or self._unreported:
@@ -100,15 +112,41 @@ class KVTier:
             way.nothing_away(rows)
         if self._arrives:
             self._arrives = self.extents.lacks_bytes_or_copying
-        self.turns.forward = 0 if away or way.slots or self._arrives else forward
+        turns.forward = 0 if away or way.slots or self._arrives else forward
         if way.changes != self._slot_changes:
             self._slot_changes = way.changes
             self.manager.client_changed(self.number)
+        alike = turns.forward and rows == 1 and not (turns.skipped or more or client.saving.busy)
+        turns.validity, self._reclaimed = validity if alike else None, reclaimed
+        turns.left, turns.skipped = self.manager.tuning.weights.sampled - 2, False
+
+    def continues(self, lease: int) -> bool:
+        """Begins an iteration of one token like the last one, within the forward of this `lease`; in one call, as
+        it runs for each token. False, and nothing was done, where `iteration` has to look."""
+        turns, manager = self.turns, self.manager
+        if (
+            (validity := turns.validity) is None
+            or not turns.left
+            or turns.since + 1 < turns.layers
+            or validity.version != manager.version.number
+            or (now := manager.clock()) >= validity.until
+            or self._device.reclaimed != self._reclaimed
+            or (state := self._state) is None
+        ):
+            return False
+        self.client.used = state.activity.at = now
+        running = manager.clients.running
+        if running.ahead and (thread := get_ident()) in running.on:
+            running.read.setdefault(thread, set()).add(state)
+        turns.left -= 1
+        turns.forward, turns.stream, turns.skipped = lease, -1, True  # the core is told of the stream
+        return True
 
     def grown(self, pages: int, soon: bool) -> None:
         """Notes that so many more pages are full. `soon`: where pages are scarce the manager is told before the next
         iteration, once they are worth a new list."""
         self._unreported += pages
+        self.turns.validity = None
         total = self._device.budget // self._device.page_size
         if not soon or not worth_telling(self._unreported, total, self._tuning):
             return
@@ -132,7 +170,7 @@ class KVTier:
         back = self.bring_back(extents, pages, shown, stream)
         if back:
             predicted = None if reading is None else back * reading
-            self.decided(Level.RUNNING_KV.label, "restore", back, predicted, self.manager.clock() - began)
+            self.decided(PageSource.RUNNING_KV.label, "restore", back, predicted, self.manager.clock() - began)
             self.manager.client_changed(self.number)
         return back
 

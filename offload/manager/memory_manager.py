@@ -10,21 +10,16 @@ Note [Who asks when]
     A KV cache says when it offers something else (`client_changed`), and while pages of it are on the host it asks in
     each iteration how many it may bring back (`restorable_pages`).
 
-Note [The same answer]
-    A decode step of a calm device is told what the step before it was told, in a few calls (`Overview.repeated`); all
-    else is `_decide`. That is sound because nothing has to report a change to it: each thing that an answer is made of
-    is asked, under the lock, for what would make it another one, and the answer is repeated only if none would.
-        what was decided    is in `answers`, from which whoever changes a model, a plan, the link or a grant removes it
-        who is gone         `Clients.gone`; what the core took: `taken`, as ever
-        who is idle         nobody becomes so before `Idleness.calm_until`, which whoever adds, removes or keeps a
-                            client takes back
-        free pages          their number, the budget and the request are those of the last look, and time alone ends
-                            neither a dwell nor a shortage yet (`DevicePages.unchanged`); while pages are short, never
-        reserves            are not due (`Lending.due_at`)
-        the reclaim list    is not out of date
-        a faster plan       passes are counted on, and the one that is due is looked at
-    What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes
-    while this one asks counts from the next iteration on, as it always did.
+Note [Events]
+    Decisions are made on events. Each event that may change one gives the manager another `version`: a client comes,
+    goes, changes or is only kept; a plan, a time, the link or a grant changes; the list of what may be taken is out of
+    date. What the core does by itself shows in its own numbers: pages taken, free, requested, the
+    budget. And after each decision it is worked out when time alone may change it (`Overview.settle`): somebody becomes
+    idle, a shortage ends, a reserve is due, pages may be free for what is away. While pages are short that is at once.
+    So a forward compares the version, the time, and the core's numbers; where they are those of the last decision it is
+    told the same (`Overview.repeated`), and a decode step like the one before does not even ask
+    (hooks/streaming/steps_alike.py, Note [Steps like the last]), nor does its cache (kv_tier.py).
+    An event on another thread while this one compares counts from the next iteration on.
 """
 
 from __future__ import annotations
@@ -41,16 +36,17 @@ from ...allocator.config import Config
 from ...allocator.interrupts import Finalizer, Guarded, if_free
 from ..policy.coordinator import Refusal
 from ..policy.plan import fewest
+from ..policy.rental import kv_returns
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
-from .candidates import restored_on_use
 from .client import ModelClient, PageClient
-from .clients import ModelState
+from .clients import ModelState as ModelState  # a part of the face
 from .decision import Lendable, StreamDecision, admit, decide, faster
 from .device_view import DeviceView
 from .device_view import Surroundings as Surroundings  # a part of the face
 from .overview import Overview
-from .reclaim import ModelChange, ReclaimLevels, ReclaimList, Repayment
+from .reclaim import ModelChange, ReclaimList, ReclaimSources, Repayment
+from .turns import LoopTurns
 
 
 class Standing(NamedTuple):
@@ -72,9 +68,11 @@ class MemoryManager:
         *,
         tuning: Tuning = DEFAULT,
         window: float = Config().reserve,
+        turn: float = Config().turn,
         spill: bool = False,
     ) -> None:
-        """`window`: seconds that a model's reserve outlasts its use. `spill`: may pages of the host stand in where no
+        """`window`: seconds that a model's reserve outlasts its use; `turn`: that a request waits for other models'
+        turns. `spill`: may pages of the host stand in where no
         others are left?"""
         known, clock = Overview(device, around, tuning, window), around.clock
         self.tuning: Final = tuning
@@ -89,8 +87,12 @@ class MemoryManager:
         self.link: Final = known.link
         self.reclaim: Final = ReclaimList(known)
         self.repayment: Final = Repayment(known, self.reclaim)
-        self.levels: Final = ReclaimLevels(known, self.reclaim)
+        self.sources: Final = ReclaimSources(known, self.reclaim)
+        self.turns: Final = LoopTurns(known, self.reclaim, turn)
         self.duplicates: Final = known.duplicates
+        self.version: Final = known.version
+        self.clients: Final = known.clients
+        self.lock: Final = known.lock
         self._known = known
 
     # -- models
@@ -152,6 +154,7 @@ class MemoryManager:
             self.repayment.spare(now)
             self._compare(state, point, now, free)
             decision, offered = self._decided(state, point, now, free), self._known.list.pages
+            version = self._known.version.number
             stale = self._known.list.stale
             tended = [cache for _, cache in self._known.clients.paged] if self.pages.short and not stale else []
             resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
@@ -163,6 +166,7 @@ class MemoryManager:
                 with self._known.lock:  # it was promised what others do not offer any more
                     self._known.moved()
                     decision = self._decided(state, point, now, self._known.look(now))
+                    version = self._known.version.number
         for cache in resting:
             cache.give_slots()
         for cache in tended:
@@ -170,6 +174,8 @@ class MemoryManager:
         if tended and self._known.list.stale:
             self.reclaim.publish()
         self.duplicates.post()
+        with self._known.lock:
+            self._known.settle(version)
         return decision
 
     def after(self, model: ModelClient) -> None:
@@ -188,6 +194,8 @@ class MemoryManager:
             if state is None:
                 return Lendable(0, 0, 0)
             plan = model.plan
+            if not pages and not plan.streamed:  # what each step of a loop asks
+                return Lendable(self._known.list.pages.get(state.number, 0), 0, 0)
             costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
             then = fewest(plan.pages, plan.device_pages - pages, costs.ratio, slots=state.tuning.slots)
             return Lendable(
@@ -266,14 +274,16 @@ class MemoryManager:
             if state is None or cache is None:
                 return frozenset()
             now = self.clock()
-            state.waking = self._known.clients.idleness.woke(state, now)
+            if self._known.clients.idleness.woke(state, now):
+                state.woke(now)
             self._known.clients.running.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken
 
-    def restorable_pages(self, number: int) -> int:
+    def restorable_pages(self, number: int, leaving: int = 0) -> int:
         """Pages that the cache may bring back from the host now, on the thread that is about to use it, between two
-        iterations: as many as were free for long enough, or where it was idle, as are free or idle clients have."""
+        iterations: once those before have read what is away for as long as that takes. What nobody uses has made room
+        for them. See rental.py. `leaving`: free pages that the iteration itself is about to take. DriverError."""
         with self._known.lock:
             state = self._known.clients.numbered(number)
             cache = None if state is None else state.client()
@@ -281,16 +291,20 @@ class MemoryManager:
                 return 0
             self._known.drain_core_events()
             now = self.clock()
-            spare = max(0, self._known.look(now) - self.pages.mark)
-            if state.waking:
-                pages = restored_on_use(
-                    cache.displaced, spare, self._known.clients.idleness.idle_pages(self._known.list.pages, now, number)
-                )
-            else:
-                pages = min(state.restorable, cache.displaced, spare)
-            state.restorable = 0
+            spare = max(0, self._known.look(now) - max(self.pages.mark, leaving))
+            idle = self._known.clients.idleness.idle_pages(self._known.list.pages, now, number) + cache.resting
+            page_seconds = self._known.situation(now, spare).page_seconds
+            state.notice(away := cache.displaced)
+            pages = min(state.returning, away, spare)
+            price = self.tuning.prices.returns * page_seconds
+            pages = max(pages, kv_returns(state.waited, state.copied, away, spare, idle, price))
             if pages:
-                self.pages.went_back()
+                self._known.returned(state)
+                state.waited = state.copied = 0.0
+            elif away:
+                state.reads(cache, page_seconds)
+        if pages > spare:
+            self.sources.make_room(pages - spare)
         self.reclaim.publish()
         return pages
 
@@ -321,19 +335,19 @@ class MemoryManager:
         if decision is None:
             situation = self._known.situation(now, free)
             decision = decide(situation, state, point)
-            state.waking &= point.phase != "decode" or decision.plan != state.model.plan
             self._known.settled = situation.settled
-            self._known.wanting = free.bit_length() + 1 if situation.short else self._known.wanting
+            if situation.short:
+                self._known.want(now, free)
             self._known.answers[state.number, point] = replace(decision, notice=None)
         return decision
 
     def _arrive(self, state: ModelState, point: Point, now: float) -> None:
         if self._known.clients.idleness.woke(state, now):
-            state.waking = True
+            state.woke(now)
             self._known.moved()
         self._known.clients.running.began(state, now)
         if state.point != point:
-            state.point = state.last[point.phase] = point
+            state.turn_to(point)
             self._known.moved()
 
     def _compare(self, state: ModelState, point: Point, now: float, free: int) -> None:

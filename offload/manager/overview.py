@@ -1,13 +1,12 @@
 """The manager's state: a device's models, other clients, pages and links, kept up to date.
 
-`Duplicates` is level 7 of the reclaim order: layers that other replicas of a model hold as well, which could be dropped
-(KunServe §4.1).
+`Duplicates` are layers that other replicas of a model hold as well, which could be dropped (KunServe §4.1).
 
 Note [A request, and a plan]
     To drop layers takes the consent of the controller of the replicas: it knows who else holds them, and whether that
-    would help at all. So no duplicated layer is on the list that the core takes from. A caller that goes down the
-    reclaim order and finds too little up to level 6 notes here how many pages are lacking; that is posted as a request,
-    once no lock is held, and frees nothing by itself. The controller's decision comes later, as a plan
+    would help at all. So no duplicated layer is on the list that the core takes from. Where pages are taken for which
+    each pass waits from then on, how many is noted here; that is posted as a request, once no lock is held, and frees
+    nothing by itself. The controller's decision comes later, as a plan
     (hooks/replicas/held_layers.py).
 
 Note [Locks]
@@ -19,6 +18,7 @@ Note [Locks]
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -26,13 +26,14 @@ from typing import Final
 from ...allocator.events import Events
 from ..policy.coordinator import RunningShares
 from ..policy.lending import Lending
-from ..policy.reclaim_order import Candidate, Level
+from ..policy.price import horizon_after
+from ..policy.reclaim_order import Candidate, PageSource
 from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Progress
-from .candidates import Back, listed, of_models, plan_restore
+from .candidates import listed, of_models
 from .client import KEYS_PER_CLIENT, ModelClient
-from .clients import Clients, Held, ModelState
+from .clients import Clients, ClientState, Held, ModelState, Validity, Version
 from .decision import Situation, StreamDecision
 from .device_view import DevicePages, DeviceView, HostLink, Published, Surroundings
 
@@ -77,7 +78,8 @@ class Duplicates:
         return self._lacking
 
     def note_shortage(self, pages: int) -> None:
-        """Notes that so many pages were not found up to level 6. Callers may hold a lock: `post` comes later."""
+        """Notes that so many pages were not found without making passes longer. Callers may hold a lock: `post` comes
+        later."""
         if pages > 0 and self._known:
             with self._lock:
                 self._lacking += pages
@@ -112,21 +114,25 @@ class Overview:
         self.tuning: Final = tuning
         self.clock: Final = around.clock
         self.lock: Final = threading.Lock()
-        self.clients: Final = Clients(tuning.pages.idle, Progress(around.marks, around.clock), tuning.weights)
+        self.version: Final = Version()
+        progress = Progress(around.marks, around.clock)
+        self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
         self.lending: Final = Lending(window, tuning.loans)
         self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
-        self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
+        self.turn = 0  # the number of the model whose turn it is (turns.py); 0: of none
+        # (free pages, in marks, when a model got fewer than it would take; when that is looked at again)
+        self.wanting: tuple[int, float] | None = None
+        self.horizon = tuning.prices.horizon  # see price.py, Note [The price]
         # pages
         self.pages: Final = DevicePages(device, tuning.pages, around.waits)
-        self.list: Final = Published(device)
+        self.list: Final = Published(device, self.version)
         self.events: Final = Events() if around.events is None else around.events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
         self._refused: int | None = None  # pages so far that operators could not have
-        self._waited = False  # was anything taken since it was last looked?
         self._candidates: list[Candidate] | None = None  # of the models; None once a model has changed
 
     def _link_changed(self) -> None:
@@ -141,7 +147,7 @@ class Overview:
         self.answers.clear()
         self.settled = None
         self._candidates = None
-        self.list.stale = True
+        self.list.outdate()
 
     def models_changed(self) -> None:
         """Drops the candidates of models, which may not hold any more."""
@@ -162,21 +168,23 @@ class Overview:
             self._apply_taken(taken)
 
     def _apply_taken(self, taken: Sequence[tuple[int, int, int]]) -> None:
+        now = self.clock()
         for _, key, pages in taken:
-            self.clients.took(*divmod(key, KEYS_PER_CLIENT))
-            if self.list.comes_after(key, Level.DUPLICATES):
+            self.clients.took(*divmod(key, KEYS_PER_CLIENT), now)
+            if self.list.is_exposed(key):
                 self.duplicates.note_shortage(pages)
         self.events.hear()
-        self._waited = True
-        for paged, _ in self.clients.paged:
-            paged.restorable = 0
-        for model in self.clients.models:
-            model.grant = None
         self.moved()
+
+    def returned(self, state: ClientState) -> None:
+        """Notes that pages of the client have come back."""
+        if state.left is not None:
+            self.horizon = horizon_after(self.horizon, self.clock() - state.left, self.tuning.prices)
+        state.left, state.returning = None, 0
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
         """Returns the model's last decision at the beginning of an iteration, where all that it depends on is
-        unchanged; else None, with nothing noted. See memory_manager.py, Note [The same answer]. KeyError."""
+        unchanged; else None, with nothing noted. See memory_manager.py, Note [Events]. KeyError."""
         state = self.clients.by_model[id(model)]
         last, (phase, batch, length) = state.point, point
         if (
@@ -184,11 +192,12 @@ class Overview:
             or last.phase != phase  # these three as `Point.counts_for`
             or not last.batch < 2 * batch <= 2 * last.batch
             or not last.length < 2 * length <= 2 * last.length
-            or self.list.stale
-            or self.clients.gone
-            or now >= self.clients.idleness.calm_until
-            or (now >= self.lending.due_at and self.clients.several)
-            or not self.pages.unchanged(now)
+            or (validity := self.version.validity) is None
+            or validity.version != self.version.number
+            or now >= validity.until
+            or validity.seen != (self.device.available, self.device.budget)
+            or self.device.page_request
+            or (self.clients.idleness.scheduled and not self.clients.idleness.is_calm(now))
         ):
             return None
         if taken := self.device.taken():
@@ -200,44 +209,46 @@ class Overview:
         self.clients.running.began(state, now)
         return decision
 
+    def settle(self, version: int) -> None:
+        """Notes under what a decision holds that was made at this `version`: until an event, or the time at which
+        somebody becomes idle, a shortage of pages ends, reserves are due, or pages may be free for what is away."""
+        due = self.lending.due_at if self.clients.several else math.inf
+        wanting = math.inf if self.wanting is None else self.wanting[1]
+        until = min(self.clients.idleness.calm_until, self.pages.quiet_until, due, wanting)
+        holds = version == self.version.number and until > -math.inf and not self.list.stale
+        self.version.validity = Validity(version, until, self.pages.seen) if holds else None
+
     def update_idle(self, now: float) -> None:
         """Updates which clients are idle, and in which order they were used."""
         models, caches = self.clients.idleness.rested(now)
         if models:
             self.moved()
         if caches:
-            self.list.stale = True
+            self.list.outdate()
 
     def look(self, now: float) -> int:
-        """Reads how many pages are free, returns it, and grants spare ones to clients that gave theirs."""
+        """Reads how many pages are free, and returns it."""
         self.update_idle(now)
         if self.duplicates.known:
             self._note_refusals()
-        free, spare = self.pages.look(now, self._waited)
-        self._waited = False
-        if spare:
-            self.grant(plan_restore(self.situation(now, free), self.clients.held(now), spare))
-        if self.wanting and free.bit_length() + 1 != self.wanting:
-            self.wanting = 0
+        free = self.pages.look(now)
+        if self.wanting is not None and (free // self.pages.mark != self.wanting[0] or now >= self.wanting[1]):
+            self.wanting = None
             self.moved()
         return free
+
+    def want(self, now: float, free: int) -> None:
+        """Notes that a model got fewer pages than it would take."""
+        self.wanting = free // self.pages.mark, now + self.tuning.pages.idle
 
     def _note_refusals(self) -> None:
         """Notes the pages that operators could not have although the core went down the whole reclaim order."""
         self.events.hear()
-        refused = self.events.counts().get(Level.REFUSE.label, {}).get("reclaim")
+        refused = self.events.counts().get(PageSource.REFUSE.label, {}).get("reclaim")
         pages = 0 if refused is None else refused.pages
         if self._refused is not None:
             self.duplicates.note_shortage(pages - self._refused)
         self._refused = pages
-
-    def grant(self, back: Back) -> None:
-        for model in self.clients.models:
-            model.grant = back.plans.get(model.number)
-        for state, _ in self.clients.paged:
-            state.restorable = back.pages.get(state.number, 0)
-        if back.plans:
-            self.moved()
 
     def listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Candidate]:
         if self._candidates is None:
@@ -269,6 +280,12 @@ class Overview:
             self.clients.floors(),
             self.link.peer_page_seconds,
             self.peer()[0] > 0,
+            self.turn,
+            self.tuning.prices,
+            self.horizon,
+            self.tuning.kv_reads.link,
+            now,
+            self.tuning.pages.idle,
         )
 
     def peer(self) -> tuple[int, int]:

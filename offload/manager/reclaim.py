@@ -1,5 +1,5 @@
 """What changes who has pages: the reclaim list is made and published (`ReclaimList`), levels of the reclaim order are
-reclaimed and restored on request (`ReclaimLevels`), models take back what they lent (`Repayment`), a model's plan
+reclaimed and restored on request (`ReclaimSources`), models take back what they lent (`Repayment`), a model's plan
 changes (`ModelChange`).
 
 Note [What is prepared]
@@ -14,9 +14,9 @@ Note [The fate of what was borrowed]
         to the same bytes as before.
     2   prefixes of which only the device has the bytes: their keys are forgotten first, from the tail, and then their
         pages go back, a sequence at a time, however many they are (store.py).
-    3   what is left is due yet. It is in the reclaim list before everything but clean prefixes and what costs nothing
-        (Level.LEND), so that the core takes it the moment that the worker finds no page; what a thread leases is
-        requested of it, and given at its next layer boundary, as ever.
+    3   what is left is due yet. It is the first on the reclaim list (PageSource.LEND), so
+        that the core takes it the moment that the worker finds no page; what a thread leases is requested of it, and
+        given at its next layer boundary, as ever.
 
 Note [When]
     `needs`: before a cache grows, by the thread that uses it, on which its model may take pages back. `keep`: when a
@@ -34,10 +34,9 @@ from typing import NamedTuple
 from ...allocator.interrupts import Guarded, guarded
 from ..policy.kv_pages import Near, lacking, leaving
 from ..policy.lending import Lent
-from ..policy.plan import Plan
-from ..policy.reclaim_order import OF_LAYERS, Candidate, Level
-from ..policy.remap import cap
-from .candidates import plan_restore, to_clean
+from ..policy.plan import Plan, fewest
+from ..policy.reclaim_order import OF_LAYERS, Candidate, PageSource
+from .candidates import to_clean
 from .client import KEYS_PER_CLIENT, ModelClient, PageClient
 from .clients import Held, ModelState
 from .decision import Situation
@@ -83,6 +82,18 @@ class ReclaimList:
             return self._known.listed(
                 self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
             )
+
+    def prices(self) -> list[tuple[int, float]]:
+        """(pages, seconds that each of these loses in each second while it is away) of what may be taken, in the order
+        of taking. What costs less than twice as much as what comes before it is told with that."""
+        steps, horizon = list[tuple[int, float]](), self._known.horizon
+        for candidate in self.candidates():
+            price = candidate.price.over(horizon)
+            if steps and price < 2 * steps[-1][1]:
+                steps[-1] = steps[-1][0] + candidate.pages, steps[-1][1]
+            else:
+                steps.append((candidate.pages, price))
+        return steps
 
     def publish(self) -> None:
         """Publishes the list if it is out of date, and starts the copies that it calls for. See overview.py, Note
@@ -151,20 +162,20 @@ class ReclaimList:
         return [(caches[number], pages) for number, pages in leaving(near, wanted).items()]
 
 
-class ReclaimLevels:
+class ReclaimSources:
     """Thread-safe; nobody who calls holds the manager's lock."""
 
     def __init__(self, known: Overview, reclaim: ReclaimList) -> None:
         self._known = known
         self._reclaim = reclaim
 
-    def reclaim(self, level: Level, pages: int) -> int:
-        """Takes so many device pages of a level of the list, those first that are first, as far as this thread may; how
-        many. DriverError."""
+    def reclaim(self, source: PageSource, pages: int) -> int:
+        """Takes so many device pages of a source, those first that cost least, as far as this thread may; how many.
+        DriverError."""
         self._reclaim.publish_now()
         keys, left = [], pages
         for candidate in self._reclaim.candidates():
-            if left > 0 and candidate.level is level:
+            if left > 0 and candidate.source is source:
                 keys.append(candidate.client * KEYS_PER_CLIENT + candidate.index)
                 left -= candidate.pages
         return self._known.device.take(keys, pages) if keys else 0
@@ -181,36 +192,41 @@ class ReclaimLevels:
 
         return guarded(begin, lambda failed: None)
 
-    def make_room(self, pages: int, last: Level) -> None:
-        """Has so many device pages given by the levels of the list up to the last, or as many as they have.
+    def make_room(self, pages: int, running: bool = False) -> None:
+        """Has so many device pages given by what nobody uses, with `running` also by what runs, or as many as that has.
         DriverError."""
         self._reclaim.publish_now()
-        wished = last < Level.DUPLICATES
+        wished = False
         for candidate in self._reclaim.candidates():
-            if pages > 0 and candidate.level <= last:
-                if candidate.level > Level.DUPLICATES and not wished:
+            if pages > 0 and (running or candidate.source.idle):
+                if candidate.source.exposed and not wished:
                     wished = True
                     self._known.duplicates.request_drop(pages)
                 pages -= self._known.device.take([candidate.client * KEYS_PER_CLIENT + candidate.index])
-        if pages > 0 and not wished:
+        if running and pages > 0 and not wished:
             self._known.duplicates.request_drop(pages)
 
-    def restore(self, level: Level, pages: int) -> int:
-        """Up to so many free pages go back to those who gave of this level, without a dwell; how many will."""
-        layers = level in OF_LAYERS
-        with self._known.lock:
-            self._known.drain_core_events()
-            now = self._known.clock()
-            free = self._known.look(now)
-            situation, held = self._known.situation(now, free), self._known.clients.held(now)
-            back = plan_restore(situation, [] if layers else held, min(pages, situation.spare), models=layers)
-            self._known.grant(back)
-            states = {state.number: state for state in situation.states}
-            plans = sum(
-                plan.device_pages - situation.standing(states[number]).device_pages
-                for number, plan in back.plans.items()
-            )
-            return plans + sum(back.pages.values())
+    def restore(self, source: PageSource, pages: int) -> int:
+        """Up to so many free pages go back to those who gave of this source before their next iteration, whatever their
+        absence has cost; how many will."""
+        known, back = self._known, 0
+        with known.lock:
+            known.drain_core_events()
+            now = known.clock()
+            situation = known.situation(now, known.look(now))
+            left = min(pages, situation.spare)
+            for state in situation.states if source in OF_LAYERS else ():
+                standing = situation.standing(state)
+                costs, _ = situation.costs(state, state.point or state.last["prefill"])
+                plan = fewest(standing.pages, standing.device_pages + left, costs.ratio, slots=state.tuning.slots)
+                if state.auto and not state.has_slo and plan is not None and standing.streamed:
+                    state.returning = plan.device_pages - standing.device_pages
+                    left, back = left - state.returning, back + state.returning
+            for paged, cache in known.clients.paged if source not in OF_LAYERS else ():
+                paged.returning = min(left, cache.displaced)
+                left, back = left - paged.returning, back + paged.returning
+            known.moved()
+        return back
 
 
 class Repayment:
@@ -272,7 +288,7 @@ class Repayment:
         uses = self._known.clients.uses(now)
         for use, pages in self._known.lending.look(uses, now, self._known.pages.total):
             if pages < 0:
-                self._known.events.decided(Level.LEND.label, "restore", -pages, what=use.name, by="ballonet")
+                self._known.events.decided(PageSource.LEND.label, "restore", -pages, what=use.name, by="ballonet")
         return self._known.lending.due(uses, self._known.pages.unused, self._known.pages.total)
 
     def _take_back(self, owed: Mapping[int, int], by: str) -> None:
@@ -283,7 +299,7 @@ class Repayment:
         keys = [
             candidate.client * KEYS_PER_CLIENT + candidate.index
             for candidate in self._reclaim.candidates()
-            if candidate.borrowed and candidate.level is Level.PREFIX
+            if candidate.borrowed and candidate.source is PageSource.PREFIX
         ]
         if keys:
             self._known.device.take(keys)
@@ -295,7 +311,7 @@ class Repayment:
             began = self._known.clock()
             if gone := state.model.give_up(pages):
                 took, what = self._known.clock() - began, f"prefixes of {state.name}"
-                self._known.events.decided(Level.LEND.label, "reclaim", gone, what=what, by=by, measured=took)
+                self._known.events.decided(PageSource.LEND.label, "reclaim", gone, what=what, by=by, measured=took)
         self._known.pages.given()
 
 
@@ -335,14 +351,13 @@ class ModelChange:
             try:
                 if not failed and self in state.held:
                     state.taken -= self.taken
-                    state.waking &= state.point is None or state.point.phase != "decode"
                     state.arranged(before, self.promised)
                     taken = sum(map(before.pages.__getitem__, self.taken))
                     if before.pages == state.model.plan.pages:  # else pages of the two plans cannot be compared
                         self._tell(state, state.model.plan.device_pages - before.device_pages + taken)
             finally:
                 state.held.discard(self)
-                state.grant = state.faster = None
+                state.faster = None
                 state.passes.clear()
                 self._known.moved(state)
                 self._known.list.void()
@@ -356,10 +371,11 @@ class ModelChange:
             return
         known, plan = self._known, state.model.plan
         costs, measured = state.costs_at(state.point or state.last["decode"], known.link.page_seconds)
-        level = Level.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Level.STALLING_WEIGHTS
+        stalls = costs.expected(plan) > (1 + known.tuning.prices.hidden) * costs.seconds
+        source = PageSource.STALLING_WEIGHTS if stalls else PageSource.HIDDEN_WEIGHTS
         predicted = max(0, more) * costs.page_seconds if measured else None
         took = known.clock() - self.began
         if more > 0:
-            known.pages.went_back()
+            known.returned(state)
         verb = "restore" if more > 0 else "reclaim"
-        known.events.decided(level.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)
+        known.events.decided(source.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)

@@ -160,7 +160,7 @@ class LogicalBuffer:
     def observe(self, *, tpot: bool, ttft: bool) -> int:
         """Notes whether an iteration violated either SLO; returns the size from now on."""
         self._recent.append((tpot, ttft))
-        slow_steps, slow_starts = (sum(kind) for kind in zip(*self._recent, strict=True))
+        slow_steps, slow_starts = map(sum, zip(*self._recent, strict=True))
         if slow_steps >= self._tuning.violations:
             self.size = max(self.size // self._tuning.factor, self._smallest)
         elif slow_starts >= self._tuning.violations:
@@ -169,6 +169,10 @@ class LogicalBuffer:
             return self.size
         self._recent.clear()
         return self.size
+
+    def observe_calm(self, iterations: int) -> None:
+        """Notes so many iterations that violated no SLO."""
+        self._recent.extend([(False, False)] * iterations)
 
     def open(self) -> bool:
         """Makes it as large as it can be, as nothing runs that it could slow down. Was it smaller?"""
@@ -190,10 +194,10 @@ class IdleHeap:
         self._trimmed = False  # were all pages given back before them?
         self._grown = 0, 0  # what lay idle after such steps, and what they needed
 
-    def passed(self, needed: int) -> bool:
-        """Notes that a step needed so much. Is it time to ask `gives`?"""
+    def passed(self, needed: int, steps: int = 1) -> bool:
+        """Notes that a step, or so many, needed so much. Is it time to ask `gives`?"""
         self._largest = max(self._largest, needed)
-        self._left -= 1
+        self._left -= steps
         return self._left <= 0
 
     def gives(self, idle: int, streams: bool) -> bool:

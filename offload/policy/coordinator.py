@@ -21,6 +21,16 @@ Note [Figure 8]
     With fewer bytes per second than were measured a copy may end late though bytes over time still fit, as a slot is
     busy while its layer computes: hence need beside rate. With layers of several sizes the intervals that fit are not
     all those below one of them: each is tried.
+
+Note [Phases in turn]
+    In the paper an instance prefills or decodes (§5.1). Where one process does both in turn a plan for each phase would
+    be loaded at each boundary, and the bytes of that would belong to the time of the first token, or of the first step.
+    So with an SLO for both there is one plan, whose need and rate are the larger ones of the two: nothing moves while
+    they take turns, neither its layers nor the shares of others. A longer interval is slower in no phase, unless layers
+    differ in size, so a plan for each would keep no SLO that one plan breaks; it would free more during prefills.
+    Where no interval keeps both (an iteration is longer than its SLO even resident, or memory or the link are short),
+    of those that fit that is taken at which the fewest are missed, then by the least of what they allow, then for which
+    the least has to be loaded. It has no promised part of the link.
 """
 
 from __future__ import annotations
@@ -30,10 +40,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ...allocator.units import format_time
-from .plan import Costs, Plan
+from .plan import Costs, Plan, loaded
 from .tuning import DEFAULT
 
 FIXED: Final = 0  # in the place of an interval
@@ -41,12 +51,20 @@ FIXED: Final = 0  # in the place of an interval
 Reason = Literal["memory", "slo", "link"]
 
 
+class PhaseDemand(NamedTuple):
+    """What an iteration takes, with the link to itself, and the seconds that it may take."""
+
+    costs: Costs
+    slo: float
+
+
 @dataclass(frozen=True, slots=True)
 class LinkClient:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
     infinite where none was given; `available`: device pages for its layers and slots, of which it keeps `least`;
     `only`: the interval that the user set; `fixed`: a plan that it keeps, which is no interval (FIXED); `parts`: of the
-    link, how finely needs are told apart."""
+    link, how finely needs are told apart; `beside`: iterations that take turns with those of `costs` and `slo`, see
+    Note [Phases in turn]; `standing`: its plan so far."""
 
     name: str
     costs: Costs
@@ -58,6 +76,13 @@ class LinkClient:
     fixed: Plan | None = None
     least: int = 0
     parts: int = DEFAULT.weights.link_parts
+    beside: tuple[PhaseDemand, ...] = ()
+    standing: Plan | None = None
+
+    @property
+    def demands(self) -> tuple[PhaseDemand, ...]:
+        """What its plan has to keep."""
+        return PhaseDemand(self.costs, self.slo), *self.beside
 
     def plan(self, interval: int) -> Plan:
         """Returns the plan of an interval. ValueError for one below 1 that is not FIXED."""
@@ -67,12 +92,27 @@ class LinkClient:
         """Bytes per second of so many parts of the link that `costs` was measured on."""
         return math.ceil(self.page_bytes / self.costs.page_seconds * part / self.parts)
 
-    def time(self, interval: int, bandwidth: int) -> float:
-        """Seconds of an iteration with so many bytes per second, and no more than were measured."""
+    def time(self, interval: int, bandwidth: int, costs: Costs | None = None) -> float:
+        """Seconds of an iteration with so many bytes per second, and no more than were measured. `costs`: of another
+        iteration than its own."""
+        costs = self.costs if costs is None else costs
         if bandwidth < 1:
-            return math.inf if self.plan(interval).streamed else self.costs.seconds
-        page_seconds = max(self.costs.page_seconds, self.page_bytes / bandwidth)
-        return replace(self.costs, page_seconds=page_seconds).of(self.plan(interval))
+            return math.inf if self.plan(interval).streamed else costs.seconds
+        page_seconds = max(costs.page_seconds, self.page_bytes / bandwidth)
+        return replace(costs, page_seconds=page_seconds).of(self.plan(interval))
+
+    def excess(self, interval: int, bandwidth: int) -> tuple[float, ...]:
+        """What each iteration of `demands` takes longer than it may, as a part of that; 0 where its SLO is kept, and
+        infinite where that is 0 and is not."""
+        return tuple(_excess(self.time(interval, bandwidth, demand.costs), demand.slo) for demand in self.demands)
+
+    def keeps(self, interval: int, bandwidth: int) -> bool:
+        """Does the interval keep every SLO with so many bytes per second?"""
+        return all(self.time(interval, bandwidth, demand.costs) <= demand.slo for demand in self.demands)
+
+    def loaded(self, interval: int) -> int:
+        """Pages that come over the link before the model has the plan of an interval."""
+        return 0 if self.standing is None else loaded(self.standing, self.plan(interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +178,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RunningShares:
-    """Shares between iterations. `missed`: models whose SLO was given up, and why."""
+    """Shares between iterations. `missed`: models of which an SLO was given up, and why; `kept`: those of them whose
+    next iteration keeps its own all the same."""
 
     shares: Shares
     missed: dict[str, Refusal]
+    kept: frozenset[str] = frozenset()
 
 
 _Sum = tuple[
@@ -195,6 +237,7 @@ def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: floa
     newest that does not go with those before it keeps streaming what its memory demands, and its SLO is given up.
     ValueError for layers that do not fit."""
     missed: dict[str, Refusal] = {}
+    kept = set[str]()
     while isinstance(shares := share(clients, bandwidth, traffic), Refusal):
         if shares.reason == "memory":
             raise ValueError(str(shares))
@@ -202,8 +245,36 @@ def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: floa
         before = clients[: names.index(shares.model) + 1]
         newest = next(client.name for client in reversed(before) if not client.idle and client.slo < math.inf)
         missed[newest] = shares
-        clients = [replace(client, slo=math.inf) if client.name == newest else client for client in clients]
-    return RunningShares(shares, missed)
+        others = [options(client) for client in before if not client.idle and client.name != newest]
+        harmed = next(client for client in before if client.name == newest)
+        least = _least_harm(harmed, others, _left(bandwidth, traffic))
+        kept |= {newest} if least.is_kept else set()
+        clients = [least.client if client is harmed else client for client in clients]
+    return RunningShares(shares, missed, frozenset(kept))
+
+
+class _Harmed(NamedTuple):
+    """A model without its SLOs; `is_kept`: does its next iteration keep its own all the same?"""
+
+    client: LinkClient
+    is_kept: bool = False
+
+
+def _least_harm(client: LinkClient, others: Sequence[Sequence[LinkOption]], left: int) -> _Harmed:
+    """Returns the model of which no interval keeps every SLO beside the `others` at an interval that does. One with a
+    single SLO streams as little as memory allows. See Note [Phases in turn]."""
+    free = replace(client, slo=math.inf, beside=())
+    beside = [i for i in _fitting(client) if _possible([*others, (_option(free, i, 0),)], left)]
+    if not client.beside or not beside:
+        return _Harmed(free)
+    bandwidth = max(0, left - (_needed(others) or 0))
+
+    def harm(interval: int) -> tuple[int, float, int, int]:
+        excess = client.excess(interval, bandwidth)
+        return sum(map(bool, excess)), sum(excess), client.loaded(interval), client.plan(interval).host_pages
+
+    least = min(beside, key=harm)
+    return _Harmed(replace(free, only=least), not client.excess(least, bandwidth)[0])
 
 
 def _fitting(client: LinkClient) -> Iterator[int]:
@@ -213,7 +284,8 @@ def _fitting(client: LinkClient) -> Iterator[int]:
 
 
 def _valid(client: LinkClient) -> tuple[LinkOption, ...]:
-    anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
+    alike = replace(client, name="", available=2 * sum(client.costs.pages), idle=False, standing=None)
+    anywhere = _valid_anywhere(alike)
     return tuple(option for option in anywhere if client.plan(option.interval).device_pages <= client.available)
 
 
@@ -226,14 +298,15 @@ def _valid_anywhere(client: LinkClient) -> tuple[LinkOption, ...]:
 def _option(client: LinkClient, interval: int, need: int) -> LinkOption:
     plan = client.plan(interval)
     host = plan.host_pages * client.page_bytes
-    return LinkOption(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
+    rates = (math.ceil(host / demand.costs.of(plan)) for demand in client.demands)
+    return LinkOption(interval, host, max(need, *rates), need)
 
 
 def _need(client: LinkClient, interval: int) -> int | None:
     """Returns the need at an interval; None where the whole link is not enough."""
 
     def enough(part: int) -> bool:
-        return client.time(interval, client.bandwidth(part)) <= client.slo
+        return client.keeps(interval, client.bandwidth(part))
 
     if not enough(client.parts):
         return None
@@ -311,6 +384,10 @@ def _refusal(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: i
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
 
 
+def _excess(seconds: float, slo: float) -> float:
+    return 0.0 if seconds <= slo else seconds / slo - 1 if slo else math.inf
+
+
 def _nearest(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> float | None:
     """Returns the smallest SLO that can be met beside the others, by the most of the link that each interval can
     get."""
@@ -321,7 +398,7 @@ def _nearest(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: i
         count = bisect_left(
             demands, True, key=partial(_beyond, client=client, interval=interval, before=before, left=left)
         )
-        if count:
+        if count and not any(client.excess(interval, demands[count - 1])[1:]):
             times.append(client.time(interval, demands[count - 1]))
     return min((time for time in times if time < math.inf), default=None)
 

@@ -6,15 +6,10 @@ Words
     regular     KV that has device pages of its own
     exposed     seconds of an iteration in which compute waits for the link
 
-Note [Errata]
-    Everything is in bytes: models differ in their types. The regular cache of Eq. 5 is clamped at 0. With two slots a
-    streamed block takes a place in both, which is what it means that a double slot halves K_master. A model of one
-    layer has one slot, for a second one would serve nothing: with that, Eq. 4 and 5 store as many blocks as can be. The
-    paper's example stores 17 + 8 = 25 blocks, against 10.
-
 Note [What is left over]
-    Pages that are free serve as slots and as regular cache at once, as in Eq. 4 and 5: so few pages of each layer
-    stream that the others, and the slots for these, fit. In place needs no slots, and so a few pages less stream.
+    Pages that are free serve as slots and as regular cache at once, as in Eq. 4 and 5 (tests/swiftcache.py): so few
+    pages of each layer stream that the others, and the slots for these, fit. In place needs no slots, and so a few
+    pages less stream.
 
 Note [A pass]
     Copies are submitted in the order of the layers, one at a time on the link. That of layer j starts when the
@@ -48,36 +43,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .tuning import DEFAULT, FreePages, KVGrowth, KVReads, PeerPages
-
-
-def block_bytes(tokens: int, heads: int, dim: int, itemsize: int) -> int:
-    """Bytes of a block of keys and values in one layer (Eq. 1): of `tokens` of `heads` times `dim` elements."""
-    return 2 * tokens * heads * dim * itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A division of blocks: `streamed` ones, whose layers take turns in the layer-stream cache, and `regular` ones,
-    with all layers on the device."""
-
-    streamed: int
-    regular: int
-
-    @property
-    def blocks(self) -> int:
-        return self.streamed + self.regular
-
-
-def split(layers: int, block: int, master: int, workers: Sequence[int], slots: int = 1) -> Split:
-    """Returns the two caches that store the most (Eq. 2-5). `block`: bytes of one in one layer (Eq. 1); `master`: bytes
-    of the device, `workers`: of each place that lends. ValueError. See Note [Errata]."""
-    if layers < 1 or block < 1 or slots < 1 or master < 0 or min(workers, default=0) < 0:
-        raise ValueError("layers, bytes of a block and slots are at least 1, and no place is smaller than nothing")
-    slots = min(slots, layers)
-    lent = sum(worker // (block * layers) for worker in workers)
-    own = master // block
-    streamed = min(lent, own // slots)
-    return Split(streamed, max(0, (own - slots * streamed) // layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +182,11 @@ def ahead(layer: int, layers: int, width: int, *, took: bool, next_takes: bool) 
 def scarce(free: int, total: int, tuning: FreePages) -> bool:
     """Are so many free pages of a budget few?"""
     return free * tuning.short < total
+
+
+def mark(total: int, tuning: FreePages) -> int:
+    """Pages of a budget that stay free, so that the next tokens find room."""
+    return max(1, total // tuning.spare)
 
 
 def worth_telling(pages: int, total: int, tuning: KVGrowth) -> bool:

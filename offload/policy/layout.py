@@ -82,16 +82,6 @@ class Layout:
     def pages(self) -> int:
         return sum(range_.pages for range_ in self.ranges)
 
-    @property
-    def payload(self) -> int:
-        """Bytes of the blocks themselves."""
-        return sum(placement.block.nbytes for range_ in self.ranges for placement in range_.placements)
-
-    @property
-    def waste(self) -> int:
-        """Bytes of the pages that hold no block."""
-        return self.pages * self.page_size - self.payload
-
     def layer_pages(self, layers: int) -> tuple[int, ...]:
         """Pages of the range of each of so many decoder layers, 0 where a layer has none."""
         pages = {range_.layer: range_.pages for range_ in self.ranges}

@@ -43,11 +43,6 @@ from math import lcm
 from .tuning import DEFAULT, Loans
 
 
-def block_bytes(layers: int, tokens: int, heads: int, dim: int, itemsize: int) -> int:
-    """Bytes of a block of keys and values in all layers (Eq. 6 and 7, in bytes)."""
-    return 2 * layers * tokens * heads * dim * itemsize
-
-
 @dataclass(frozen=True, slots=True)
 class Unit:
     """A unit of one `size` for both models: `worker` blocks of the one and `master` blocks of the other."""

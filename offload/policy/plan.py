@@ -2,7 +2,9 @@
 meets an SLO and fits the memory (Select-N §4.3-4.5).
 
 Layers are given by their pages, so that layers of different sizes (MoE, hybrid) are spread by size and not by count.
-Times are in layers: the mean layer computes in 1 and is copied in `ratio`; each layer's own follow its pages.
+Times are in layers: the mean layer computes in 1 and is copied in `ratio`; each layer's own follow its pages. Each that
+streams takes the host `entering` beside that, whatever its size: with two slots a pass of n layers, m of which stream,
+takes T = max(n·T_c + m·h, m·T_T).
 
 An interval i streams the last of every i layers. `NONE` of n layers, n + 1, streams nothing (the paper's infinity). The
 time of an iteration at an interval is that of its schedule, with the compute of the iteration spread over the layers by
@@ -74,20 +76,24 @@ class Plan:
         """Pages of these layers."""
         return sum(self.pages[layer] for layer in self.copied)
 
-    def steady(self, ratio: Fraction) -> Pass:
+    def steady(self, ratio: Fraction, entering: Fraction = Fraction(0)) -> Pass:
         """The longest pass over the layers, in layers; `ratio` as in schedule.py. See Note [At most]."""
-        compute = self._compute()
-        return simulate(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
+        compute, copies = self._times(ratio, entering)
+        return simulate(compute, copies, self.streamed, self.slots)
 
-    def expected(self, ratio: Fraction) -> Pass:
+    def expected(self, ratio: Fraction, entering: Fraction = Fraction(0)) -> Pass:
         """A pass as the ring really copies, in layers. See Note [At most]."""
-        compute = self._compute()
-        return as_submitted(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
+        compute, copies = self._times(ratio, entering)
+        return as_submitted(compute, copies, self.streamed, self.slots)
 
-    def _compute(self) -> list[Fraction]:
-        """The compute time of each layer, in layers."""
+    def _times(self, ratio: Fraction, entering: Fraction) -> tuple[list[Fraction], list[Fraction]]:
+        """Returns what each layer takes to run, and each that streams to be copied, in layers."""
         total = sum(self.pages)
-        return [Fraction(pages * len(self.pages), max(1, total)) for pages in self.pages]
+        compute = [Fraction(pages * len(self.pages), max(1, total)) for pages in self.pages]
+        copies = [ratio * compute[layer] for layer in self.streamed]
+        for layer in self.streamed:
+            compute[layer] += entering
+        return compute, copies
 
 
 def streaming(pages: Sequence[int], streamed: Sequence[int], slots: int) -> Plan:
@@ -213,11 +219,13 @@ Rule = Fewest | Interval | Same
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """`pages` of each layer; `seconds` of an iteration with all of them resident; `page_seconds` to copy a page."""
+    """`pages` of each layer; `seconds` of an iteration with all of them resident; `page_seconds` to copy a page;
+    `entering`: seconds that the host takes for each layer that streams, 0 where not measured."""
 
     pages: tuple[int, ...]
     seconds: float
     page_seconds: float
+    entering: float = 0.0
 
     @property
     def none(self) -> int:
@@ -229,6 +237,11 @@ class Costs:
         """Time to copy the mean layer, over its time to compute; to six digits, which is finer than any measurement."""
         return round(sum(self.pages) * Fraction(self.page_seconds) / Fraction(self.seconds), 6)
 
+    @property
+    def host(self) -> Fraction:
+        """What the host takes for each layer that streams, in layers, to six digits."""
+        return round(Fraction(self.entering) * len(self.pages) / Fraction(self.seconds), 6)
+
     def plan(self, interval: int) -> Plan:
         """Returns the plan of an interval. ValueError for one below 1."""
         return Plan(self.pages) if interval >= self.none else at_interval(self.pages, interval)
@@ -239,14 +252,19 @@ class Costs:
 
     def of(self, plan: Plan) -> float:
         """Seconds of an iteration under any plan for these layers, at most. See plan.py, Note [At most]."""
-        return self._seconds(plan.steady(self.ratio)) if plan.streamed else self.seconds
+        return self._seconds(plan.steady(self.ratio, self.host)) if plan.streamed else self.seconds
 
     def expected(self, plan: Plan) -> float:
         """Seconds of an iteration under a plan as the ring really copies it. See plan.py, Note [At most]."""
-        return self._seconds(plan.expected(self.ratio)) if plan.copied else self.seconds
+        return self._seconds(plan.expected(self.ratio, self.host)) if plan.streamed else self.seconds
 
     def _seconds(self, pass_: Pass) -> float:
         return float(pass_.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
+
+
+def loaded(before: Plan, after: Plan) -> int:
+    """Pages that come over the link for layers that stream in the plan `before` and not in the one `after`."""
+    return sum(before.pages[layer] for layer in {*before.streamed}.difference(after.streamed))
 
 
 def meeting(costs: Costs, slo: float) -> int | None:

@@ -9,22 +9,25 @@ A file has a run of blocks, which is of no use without those before it, so its u
 first is the file whose last use, and that of all that continue it, is the longest ago, and of equals the one furthest
 from the beginning of its prompt. So nothing that is left continues what is gone.
 
-Note [Odds]
-    A block that was used is used again with probability p, after a time that is about exponential with mean T, or
-    never.
-    When a time a has passed without, its odds to return are p / (1 - p) · exp(-a / T). The block to evict is the one
-    with the smallest odds. Their logarithm times T, up to what grows alike for all, is
+Note [Density]
+    The block to evict is the one that brings the fewest hits for the room it takes from now on: LHD (Beckmann, Chen and
+    Cidon, NSDI 2018). Blocks are told apart by *kind*: how often they were used; and those that were used once, by
+    whether they ended their request, and whether their request left a path that several had gone before (a system
+    prompt), or that of a single one. For each kind it is counted at which age blocks returned, in octaves. The density
+    of a block of this age is
 
-        worth = time of last use + T · log(p / (1 - p)).
+        max over ages to come of  hits until then / ages lived until then,
 
-    So one number, fixed at the use, orders all blocks for good, and a heap suffices. With one p for all that is least
-    recently used. Here p is counted for each *kind* of block: how often it was used; and of one that was used once,
-    whether it ended its request, and whether its request left a path that several had gone before (a system prompt), or
-    that of a single one. The odds of a kind are nothing but its counts: where the kind makes no difference they are
-    alike, and before anything is counted all odds are even, which is plain LRU.
+    which also knows that what is read in rounds returns late and surely. Where nothing is known a kind is taken to
+    return as all do. Of one kind the block that was used the longest ago goes first, so a heap for each kind suffices.
+
+    Counts are of the past, and blocks of one request are counted as if they came by chance: where all kinds return
+    alike what was learned is noise, and worse than the least recently used block. So the two are matched: where they
+    differ it is noted which of the two returns first, and what was learned decides only while it is right clearly more
+    often. That is learning by regret, as in LeCaR (Vietri et al., HotStorage 2018).
 
     Time is counted in blocks that were stored, as those need the room. Blocks that have not returned yet count as not
-    returned. This underestimates every p alike, and only differences decide.
+    returned: this underestimates all kinds alike.
 
 Note [Gone]
     A policy that only sees what it kept learns that it was right. So keys that were evicted are remembered for
@@ -40,22 +43,26 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from math import log
+from math import log2
 from typing import Protocol
 
-from .tuning import DEFAULT, BlockOdds
+from .tuning import DEFAULT, BlockDensity
 
 
 class Policy(Protocol):
-    """An eviction policy: each event of a block returns its worth from then on."""
+    """An eviction policy: each event of a block returns its kind, and when that was. Of one kind blocks go by time."""
 
-    def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> float:
+    def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> tuple[Hashable, int]:
         """Notes a new block. `behind`: the last block of its request that is not new; `last`: is it the last of its
         request?"""
         ...
 
-    def used(self, key: Hashable) -> float:
+    def used(self, key: Hashable) -> tuple[Hashable, int]:
         """Notes that a request begins with the block."""
+        ...
+
+    def choose(self, oldest: Sequence[Hashable]) -> int:
+        """Returns which block is evicted, as an index. `oldest`: one of each kind, least recently used first."""
         ...
 
     def dropped(self, key: Hashable, *, evicted: bool) -> None:
@@ -69,97 +76,154 @@ class Recency:
     def __init__(self) -> None:
         self._clock = 0
 
-    def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> float:
+    def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> tuple[Hashable, int]:
         return self.used(key)
 
-    def used(self, key: Hashable) -> float:
+    def used(self, key: Hashable) -> tuple[Hashable, int]:
         self._clock += 1
-        return self._clock
+        return None, self._clock
+
+    def choose(self, oldest: Sequence[Hashable]) -> int:
+        return 0
 
     def dropped(self, key: Hashable, *, evicted: bool) -> None:
         pass
 
 
 class _Past:
-    """The past of a block: how often it was used, when last, and as which kind."""
+    """The past of a block: how often it was used, when last, and as which kind; the block that it is matched with, and
+    whether this one was kept by what was learned."""
 
-    __slots__ = ("at", "kind", "uses")
+    __slots__ = ("at", "kept", "kind", "match", "uses")
 
     def __init__(self) -> None:
         self.uses = 0
         self.at = 0
         self.kind: Hashable = None
+        self.match: _Past | None = None
+        self.kept = False
+
+    def end_match(self) -> None:
+        if (other := self.match) is not None:
+            other.match = self.match = None
 
 
-class _Returns:
-    """Counts of a kind of block: uses, and how many of them were followed by another. `even`: returns, and as many
-    failures, that it starts with."""
+class Ages:
+    """The ages at which blocks of a kind returned, and uses, whether followed by another or not. `octaves`: of ages;
+    what is older counts for the last."""
 
-    __slots__ = ("even", "returned", "uses")
-
-    def __init__(self, even: float) -> None:
-        self.even = even
-        self.uses = 2 * even
-        self.returned = even
+    def __init__(self, octaves: int) -> None:
+        self.uses = 0.0
+        self.returned = [0.0] * octaves
+        self._densities: list[float] = []
 
     def halve(self) -> None:
-        """Halves all counts but those it started with."""
-        self.uses = self.uses / 2 + self.even
-        self.returned = (self.returned + self.even) / 2
+        self.uses /= 2
+        self.returned = [count / 2 for count in self.returned]
 
-    @property
-    def odds(self) -> float:
-        return self.returned / max(self.uses - self.returned, self.even)
+    def learn(self, every: Ages, prior: float) -> None:
+        """Works out densities, with `prior` uses that returned as those of `every` kind."""
+        share = prior / (every.uses + prior)
+        left, steps = self.uses + prior, []
+        for octave, (mine, all_) in enumerate(zip(self.returned, every.returned, strict=True)):
+            hits = mine + share * all_
+            steps.append((hits, max(left - hits / 2, 1e-9) * 2 ** max(octave, 1)))
+            left -= hits
+        self._densities = densities(steps)
+
+    def density(self, age: int) -> float:
+        """Hits to come for each block and time, of a block of this age. Between middles of octaves on a line."""
+        whole, part = divmod(max(0.0, log2(max(age, 1)) - 0.5), 1)
+        low = min(int(whole), len(self._densities) - 2)
+        return self._densities[low] * (1 - part) + self._densities[low + 1] * part
 
 
-class Odds:
-    """Evicts the blocks least likely to return. See Note [Odds]."""
+def densities(steps: Sequence[tuple[float, float]]) -> list[float]:
+    """Returns for each step the largest (hits / time) of it and any number of those that follow it. Steps: (hits, time
+    above 0). Takes time in proportion to their number."""
+    best, runs = [], list[tuple[float, float]]()
+    for hits, time in reversed(steps):
+        while runs and runs[-1][0] * time > hits * runs[-1][1]:
+            more, longer = runs.pop()
+            hits, time = hits + more, time + longer
+        runs.append((hits, time))
+        best.append(hits / time)
+    return best[::-1]
 
-    def __init__(self, tuning: BlockOdds = DEFAULT.prefixes.odds) -> None:
+
+class Density:
+    """Evicts the blocks that will bring the fewest hits for their room. See Note [Density]."""
+
+    def __init__(self, tuning: BlockDensity = DEFAULT.prefixes.density) -> None:
         self._tuning = tuning
-        self._clock = 0
+        self._clock = self._due = 0
         self._stored: dict[Hashable, _Past] = {}
         self._gone: OrderedDict[Hashable, _Past] = OrderedDict()
-        self._kinds: dict[Hashable, _Returns] = {}
-        self._count = self._sum = 0.0  # of the times between uses
+        self._kinds: dict[Hashable, Ages] = {}
+        self._every = Ages(tuning.octaves)
+        self._right = self._wrong = 0.0  # what was learned, in matches with the least recently used
 
-    def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> float:
+    def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> tuple[Hashable, int]:
         self._clock += 1
         past = self._gone.pop(key, None) or _Past()
         self._stored[key] = past
         path = self._stored.get(behind)
         return self._use(past, (last, path is not None and path.uses >= self._tuning.shared))
 
-    def used(self, key: Hashable) -> float:
+    def used(self, key: Hashable) -> tuple[Hashable, int]:
         return self._use(self._stored[key], None)
+
+    def choose(self, oldest: Sequence[Hashable]) -> int:
+        if len(oldest) == 1:
+            return 0
+        pasts = [self._stored[key] for key in oldest]
+        if self._clock >= self._due:
+            self._due = self._clock + self._tuning.again
+            for kind in self._kinds.values():
+                kind.learn(self._every, self._tuning.prior)
+        ages = [self._kinds[past.kind].density(self._clock - past.at) for past in pasts]
+        least = min(range(len(ages)), key=ages.__getitem__)
+        if least and pasts[0].match is None and pasts[least].match is None:
+            pasts[0].match, pasts[least].match = pasts[least], pasts[0]
+            pasts[0].kept, pasts[least].kept = True, False
+        return least if self._right >= self._tuning.clearly * self._wrong + self._tuning.doubt else 0
 
     def dropped(self, key: Hashable, *, evicted: bool) -> None:
         past = self._stored.pop(key)
         if evicted:
             self._gone[key] = past
+        else:
+            past.end_match()
         while len(self._gone) > self._tuning.remembered * len(self._stored):
-            self._gone.popitem(last=False)
+            self._gone.popitem(last=False)[1].end_match()
 
-    def _use(self, past: _Past, first: Hashable) -> float:
-        """Notes a use and returns the worth. `first`: its kind, if this is its first use."""
+    def _use(self, past: _Past, first: Hashable) -> tuple[Hashable, int]:
+        """Notes a use. `first`: its kind, if this is its first use."""
         if past.uses:
             self._return(past)
         past.uses += 1
         past.at = self._clock
         past.kind = min(past.uses, self._tuning.often) if past.uses > 1 else first
-        kind = self._kinds.setdefault(past.kind, _Returns(self._tuning.even))
-        kind.uses += 1
-        mean = self._sum / self._count if self._count else 0.0
-        return self._clock + mean * log(kind.odds)
+        if past.kind not in self._kinds:
+            self._kinds[past.kind] = Ages(self._tuning.octaves)
+            self._due = 0
+        self._kinds[past.kind].uses += 1
+        self._every.uses += 1
+        return past.kind, past.at
 
     def _return(self, past: _Past) -> None:
-        self._kinds[past.kind].returned += 1
-        self._count += 1
-        self._sum += self._clock - past.at
-        if self._count >= self._tuning.learned:
-            self._count, self._sum = self._count / 2, self._sum / 2
-            for kind in self._kinds.values():
+        octave = min(max(self._clock - past.at, 1).bit_length(), self._tuning.octaves) - 1
+        for kind in (self._kinds[past.kind], self._every):
+            kind.returned[octave] += 1
+        if sum(self._every.returned) >= self._tuning.learned:
+            for kind in (self._every, *self._kinds.values()):
                 kind.halve()
+        if past.match is not None:
+            self._right += past.kept
+            self._wrong += not past.kept
+            past.end_match()
+            if self._right + self._wrong > self._tuning.matches:
+                self._right, self._wrong = self._right / 2, self._wrong / 2
 
 
 def chain(ids: Sequence[int], block: int, salt: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
@@ -198,7 +262,7 @@ class Hits:
 
 
 class _Node:
-    __slots__ = ("children", "depth", "key", "order", "owner", "parent", "stored", "worth")
+    __slots__ = ("children", "depth", "key", "kind", "order", "owner", "parent", "stored", "used")
 
     def __init__(self, key: Hashable, owner: Hashable, parent: _Node | None, order: int) -> None:
         self.key = key
@@ -207,8 +271,12 @@ class _Node:
         self.children: dict[Hashable, _Node] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.order = order  # of the blocks that were ever stored: equals go oldest first
-        self.worth = 0.0
+        self.kind: Hashable = None
+        self.used = 0
         self.stored = True
+
+
+_Entry = tuple[int, int, int, _Node]  # last use, - depth, order, block
 
 
 class Index:
@@ -223,11 +291,12 @@ class Index:
             raise ValueError(f"a capacity is not below 0, as {capacity} is")
         self.capacity = capacity
         self.hits = Hits()
-        self._policy = policy or Odds()
+        self._policy = policy or Density()
         self._nodes: dict[Hashable, _Node] = {}
         self._roots: dict[Hashable, _Node] = {}
         self._pins: dict[Hashable, int] = {}  # by key: it outlives the block
-        self._heap: list[tuple[float, int, int, _Node]] = []  # see Note [Lazy heap]
+        self._heaps: dict[Hashable, list[_Entry]] = {}  # by kind, see Note [Lazy heaps]
+        self._entries = 0  # in all of them
         self._ever = 0
 
     def __len__(self) -> int:
@@ -266,7 +335,7 @@ class Index:
         count = self.peek(keys)
         for key in keys[:count]:
             node = self._nodes[key]
-            node.worth = self._policy.used(key)
+            node.kind, node.used = self._policy.used(key)
             self._offer(node)
         return count
 
@@ -283,7 +352,7 @@ class Index:
                 node = self._nodes[key] = _Node(key, owner, parent, self._ever)
                 self._ever += 1
                 (self._roots if parent is None else parent.children)[key] = node
-                node.worth = self._policy.stored(key, behind, last=ended and n == len(keys))
+                node.kind, node.used = self._policy.stored(key, behind, last=ended and n == len(keys))
                 new.append(key)
             elif not new:
                 behind = key
@@ -320,19 +389,13 @@ class Index:
         Never one that is pinned, nor one that another hangs on; so there may be fewer.
         """
         gone: list[tuple[Hashable, Hashable]] = []
-        spared = []
-        while self._heap and len(gone) < count:
-            entry = heappop(self._heap)
-            node = entry[-1]
-            if not self._candidate(entry):
-                continue
-            if only is not None and not only(node.owner, node.key):
-                spared.append(entry)
-                continue
+        spared: list[_Entry] = []
+        while len(gone) < count and (oldest := self._oldest(only, spared)):
+            node = oldest[self._policy.choose([entry[-1].key for entry in oldest])][-1]
             gone.append((node.owner, node.key))
             self._drop(node, evicted=True)
         for entry in spared:
-            heappush(self._heap, entry)
+            self._offer(entry[-1])
         return gone
 
     def forget(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Hashable]]:
@@ -364,22 +427,43 @@ class Index:
             del node.parent.children[node.key]
             self._offer(node.parent)
 
-    # Note [Lazy heap]
-    #   In the heap is every block that may be evicted, under what it is worth. When that changes another entry is
-    #   added, and the old one skipped when it comes up: its worth is not the block's any more. When there are more than
-    #   twice as many entries as blocks the heap is made anew, which costs each operation a constant.
+    # Note [Lazy heaps]
+    #   In the heap of its kind is every block that may be evicted, under its last use. When that changes another entry
+    #   is added, and the old one skipped when it comes up: it is not the block's any more. When there are more than
+    #   twice as many entries as blocks the heaps are made anew, which costs each operation a constant.
 
     def _offer(self, node: _Node) -> None:
         if node.children or node.key in self._pins:
             return
-        heappush(self._heap, (node.worth, -node.depth, node.order, node))
-        if len(self._heap) > 2 * len(self._nodes) + 64:
-            self._heap = [entry for entry in dict.fromkeys(self._heap) if self._candidate(entry)]
-            heapify(self._heap)
+        heappush(self._heaps.setdefault(node.kind, []), (node.used, -node.depth, node.order, node))
+        self._entries += 1
+        if self._entries > 2 * len(self._nodes) + 64:
+            for kind, heap in self._heaps.items():
+                self._heaps[kind] = [entry for entry in dict.fromkeys(heap) if self._candidate(kind, entry)]
+                heapify(self._heaps[kind])
+            self._entries = sum(map(len, self._heaps.values()))
 
-    def _candidate(self, entry: tuple[float, int, int, _Node]) -> bool:
-        worth, _, _, node = entry
-        return node.stored and node.worth == worth and not node.children and node.key not in self._pins
+    def _oldest(self, only: Callable[[Hashable, Hashable], bool] | None, spared: list[_Entry]) -> list[_Entry]:
+        """Returns the oldest block of each kind that may be evicted, oldest first. Those that `only` does not allow are
+        taken out of their heaps into `spared`."""
+        oldest = []
+        for kind, heap in self._heaps.items():
+            while heap:
+                entry = heap[0]
+                candidate = self._candidate(kind, entry)
+                if candidate and (only is None or only(entry[-1].owner, entry[-1].key)):
+                    oldest.append(entry)
+                    break
+                heappop(heap)
+                self._entries -= 1
+                if candidate:
+                    spared.append(entry)
+        return sorted(oldest)
+
+    def _candidate(self, kind: Hashable, entry: _Entry) -> bool:
+        used, _, _, node = entry
+        current = node.stored and (node.kind, node.used) == (kind, used)
+        return current and not node.children and node.key not in self._pins
 
 
 @dataclass(frozen=True, slots=True)

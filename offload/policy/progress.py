@@ -29,6 +29,7 @@ class StepProgress:
         self._pause = 1  # so many of them take a halving back
         self._tries: dict[str, int] = {}  # by request: its lost steps of one token since its last one
         self._looks = 0  # attempts to find memory for a lone request since the last token
+        self.settled = True  # is no step lost, and no attempt vain, that `give` has not made up for?
 
     @property
     def requests(self) -> float:
@@ -45,6 +46,7 @@ class StepProgress:
         have memory that they will give back? Returns how often that happened to the one request, with one token and no
         others, since its last token: 0 where a smaller step comes next, or others go first."""
         requests, tokens = len(sizes), sum(sizes.values())
+        self.settled = False
         self._given, self._pause = 0, min(self._tuning.slower * self._pause, self._tuning.pause)
         limits = (requests // 2, math.inf) if requests > 1 else (1, tokens // 2 or math.inf)
         if limits < self._limits[-1]:
@@ -56,9 +58,10 @@ class StepProgress:
         return self._tries[name]
 
     def give(self, requests: Iterable[str]) -> bool:
-        """Notes that a step gave each of these requests a token. Returns whether more may be tried from now on."""
+        """Notes that a step gave each of these requests a token. Returns whether more may be tried from now on. Changes
+        nothing while all is `settled`."""
         self._looks = 0
-        for name in requests:
+        for name in requests if self._tries else ():
             self.forget(name)
         self._given += 1
         if self._given < self._pause:
@@ -66,6 +69,7 @@ class StepProgress:
         self._given, self._pause = 0, max(1, self._pause // 2)
         if len(self._limits) > 1:
             self._limits.pop()
+        self.settled = self._pause == 1 == len(self._limits) and not self._tries
         return True
 
     def forget(self, request: str) -> None:
@@ -75,4 +79,5 @@ class StepProgress:
     def wait(self) -> bool:
         """Notes that a lone request found no memory to make a step with. May it look again?"""
         self._looks += 1
+        self.settled = False
         return self._looks <= self._tuning.lonely

@@ -2,7 +2,8 @@
 
 Note [Who gives]
     A part is a permission to have pages. A process that is short gets what is free, then what others have no use for:
-    those with the lowest priority give first, of equals those with the most. If that is too little, what they use is
+    those with the lowest priority give first, of equals those whose next pages are missed least (price.py), and then
+    those with the most. If that is too little, what they use is
     shared: each keeps its floor, and where it has use for it half of an equal share; the rest goes to the highest
     priority first, and evenly among equals. A process that has more than that gives the difference, in its own order.
 
@@ -25,7 +26,8 @@ from .tuning import DEFAULT, Sharing
 @dataclass(frozen=True, slots=True)
 class Sharer:
     """A process, in bytes. `used`: in use; `wanted`: that it could use, more than `part` where it is short; `floor`:
-    that it keeps in any case; `rested`: seconds since its part was raised."""
+    that it keeps in any case; `rested`: seconds since its part was raised; `prices`: of what it would give next, what
+    costs least first, (bytes, seconds that each of these loses in each second), as far as it says so."""
 
     part: int
     used: int
@@ -33,6 +35,7 @@ class Sharer:
     floor: int = 0
     priority: int = 0
     rested: float = math.inf
+    prices: tuple[tuple[int, float], ...] = ()
 
 
 def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
@@ -101,9 +104,14 @@ def _given(parts: Sequence[int], wanted: int, members: Sequence[Sharer], keeps: 
     """Returns what each gives of `wanted`, keeping at least its `keeps`."""
     gives, left = [0] * len(parts), max(0, wanted)
     spare = [max(0, part - keep) for part, keep in zip(parts, keeps, strict=True)]
-    for index in sorted(range(len(parts)), key=lambda at: (members[at].priority, -spare[at], at)):
-        gives[index] = min(left, spare[index])
-        left -= gives[index]
+    steps = [
+        (member.priority, price, -spare[at], at, nbytes)
+        for at, member in enumerate(members)
+        for nbytes, price in (*member.prices, (spare[at], math.inf))
+    ]
+    for *_, at, nbytes in sorted(steps):
+        given = min(left, nbytes, spare[at] - gives[at])
+        gives[at], left = gives[at] + given, left - given
     return gives
 
 

@@ -69,9 +69,11 @@ class Step:
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int]]) -> Step:
         """The step of sequences that have so many new tokens each and hold so many before."""
-        pairs = list(sequences)
-        new = sum(count for count, _ in pairs)
-        return cls(new, new + sum(held for _, held in pairs))
+        new = read = 0
+        for count, held in sequences:  # in one call, as each step asks
+            new += count
+            read += count + held
+        return cls(new, read)
 
     @classmethod
     def in_rows(cls, phase: str, batch: int, length: int) -> Step:
@@ -131,14 +133,17 @@ class StepCosts:
         if seconds <= 0 or step.new < 1:
             return
         self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
-        size = tuple(count.bit_length() for count in (step.new, step.read, step.copied, step.away))
-        self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
+        self._seen.setdefault(_size(step), deque(maxlen=self._tuning.remembered)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
             self._fresh = 0
             self._fitted = fitted([sample for group in self._seen.values() for sample in group])
         if (parts := self._fitted) is not None:
             self.parts = replace(parts, fixed=parts.fixed + parts.copied * step.copied, copied=0.0)
+
+    def settled(self, step: Step) -> bool:
+        """Is it known what such a step takes, so that now and then one is timed?"""
+        return self._fitted is not None and len(self._seen.get(_size(step), ())) == self._tuning.remembered
 
     @property
     def error(self) -> float | None:
@@ -173,13 +178,28 @@ class StepCosts:
     def faster(self, one: Step, other: Step) -> bool:
         """Does a step in which as many requests decode as it has new tokens make more tokens per second than another?
         See Note [What memory costs]."""
-        parts = self._fitted
-        if parts is not None and not (self._copying and self._away):
-            copied, away = self._assumed()
-            parts = replace(
-                parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away
-            )
+        parts = self._assuming(self._fitted)
         return parts is not None and one.new * parts.seconds(other) > other.new * parts.seconds(one)
+
+    def readable(self, step: Step, seconds: float) -> float:
+        """Returns how many pages of KV on the host a step may read, whatever it reads by now, so that it takes no
+        longer than so many seconds; infinity where it is not known what one costs."""
+        parts = self._assuming(self.parts)
+        if parts is None or not parts.away:
+            return math.inf
+        return max(0.0, (seconds - parts.seconds(replace(step, copied=0, away=0))) // parts.away)
+
+    def _assuming(self, parts: Parts | None) -> Parts | None:
+        """Returns parts, with what is assumed of those of which no step has shown anything."""
+        if parts is None or (self._copying and self._away):
+            return parts
+        copied, away = self._assumed()
+        return replace(parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away)
+
+
+def _size(step: Step) -> tuple[int, ...]:
+    """Returns as which size the step is remembered. See Note [What is remembered]."""
+    return step.new.bit_length(), step.read.bit_length(), step.copied.bit_length(), step.away.bit_length()
 
 
 def _sizes(step: Step) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """When free pages are short, ample, or to spare (manager/device_view.py; remap.py, Note [Calm])."""
+    """When free pages are short, ample, or to spare (manager/device_view.py)."""
 
     # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
     spare: int = 32
@@ -28,15 +28,46 @@ class FreePages:
     # Seconds that pages have to be ample until copies on the host are given up. To make one again costs its bytes over
     # the link. Chosen; it delays the steady state after a shortage.
     forget: float = 60.0
-    # Seconds that pages are empty before they go back to clients that gave them: longer than a load takes to come back.
-    # Chosen; tests/test_reclaim_order.py holds that nothing moves on a square wave that is shorter.
-    dwell: float = 10.0
     # Seconds after its last iteration, on the device, after which a model or a cache is idle: longer than a decode step
     # of any model here, shorter than a user reads. Chosen.
     idle: float = 1.0
     # Seconds between looks, while a thread waits, for pages that were freed without a wake-up. A tenth of a decode step
     # at most. Chosen.
     look: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """How pages are priced (price.py)."""
+
+    # Seconds that pages stay away, as long as none have come back; between which bounds what was seen counts, and the
+    # returns that are remembered. Chosen: a burst, a step of a large batch, a coffee.
+    horizon: float = 10.0
+    shortest: float = 1.0
+    longest: float = 300.0
+    remembered: int = 8
+    # Times what a change costs that is waited for what is away until it is made. Infinity: nothing comes back, to see
+    # what that is worth.
+    returns: float = 1.0
+    # Part of itself by which a pass may take longer while copies count as hidden: the limit of docs/measuring.md,
+    # bench_streaming.py.
+    hidden: float = 0.03
+    # Part by which a layer's time to copy, over that to compute, moves until its price is made again. Measured: a list
+    # of 32 layers takes 34,000 calls of Python where none is kept, and 90 where all are.
+    step: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLengths:
+    """When models of a device take turns (turns.py)."""
+
+    # Times what moves at the beginning of a turn, that others wait until the present model begins no more requests: a
+    # twentieth of the time goes into moving, as the margin below which no other plan is worth it. Measured (2 models of
+    # 8B on 34 GiB, 120 of Azure's requests): 106 kept their SLOs, with 10 times 93, with 5 times 53.
+    patience: float = 20.0
+    # Seconds in which the KV that a model needed of late fades by half. Chosen: the dwell of pages. The same load: 106
+    # kept their SLOs, 66 where only what is needed now counts.
+    fades: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +110,6 @@ class WeightPlans:
 
     # Numbers of slots that are tried: more than two are never faster (Oneiros §5.2).
     slots: tuple[int, ...] = (1, 2)
-    # The idle model with the latest use gives first (MRU, Oneiros §5.2), else that with the earliest; and models
-    # stream no more than hides (§5.3), else all layers but one. Not to be changed but to see what either is worth:
-    # docs/measuring.md, bench_tenants.py.
-    mru: bool = True
-    capped: bool = True
     # Times that a layer takes longer to copy than to compute, until it was measured. Measured: one sequence decoded
     # eagerly, PCIe 5. It decides between one slot and two and nothing else.
     assumed_ratio: Fraction = Fraction(4)
@@ -99,6 +125,13 @@ class WeightPlans:
     # decisions made anew. Chosen.
     tell: int = 16
     news: float = 1 / 16
+    # Sizes of each phase, the last ones, for which one plan keeps both SLOs of a model that prefills and decodes in
+    # turn. Measured: the power of two above the longest of the last 16 prompts changes with 2 to 6 % of the requests of
+    # three traces (Azure code, Mooncake, ShareGPT), of the last 8 with 9 to 13 %, of one alone with 56 to 84 %.
+    sizes: int = 16
+    # Of so many decode steps that are alike two are looked at and timed (steps_alike.py, kv_tier.py): the 85 calls
+    # of Python that this takes are 5 a step then. Chosen.
+    sampled: int = 32
     # Parts of the link by which needs are told apart (coordinator.py): a thousandth. Chosen.
     link_parts: int = 1024
     # Bytes from which on a tensor is streamed: a copy of 1 MiB has 48 of the 53 GB/s of an 8 MiB one, of 256 KiB 21.
@@ -229,25 +262,38 @@ class Records:
     shortest: int = 64
     tokens: int = 5
     rounds: int = 3
+    # Every so many layers stream while it is measured what the host takes for each. Chosen: several, and few to copy.
+    entering: int = 4
     # Times what an iteration takes: what copies may add and count as hidden. The limit of docs/measuring.md,
     # bench_streaming.py.
     hidden: float = 1.03
 
 
 @dataclass(frozen=True, slots=True)
-class BlockOdds:
-    """The worth of blocks of a prefix cache (prefixes.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
+class BlockDensity:
+    """How it is learned which blocks of a prefix cache go (prefixes.py). Chosen on prompts that were recorded and made:
+    docs/measuring.md, hit rates."""
 
     # Keys that are gone and remembered, for each that is stored.
     remembered: int = 4
-    # Returns, and as many failures, that every kind of block starts with.
-    even: float = 4.0
+    # Uses that every kind of block starts with, which returned as those of all kinds.
+    prior: float = 16.0
+    # Octaves of ages, in blocks stored, that are told apart: more than any process stores.
+    octaves: int = 48
     # Uses of a block from which on another request than this one and the one that stored it had it: two are those.
     shared: int = 3
     # Uses from which on they are not told apart.
     often: int = 8
     # Returns after which what was counted before weighs half.
     learned: int = 2**16
+    # Blocks stored until densities are worked out again.
+    again: int = 64
+    # What was learned decides while it was right so many times as often as wrong, and so many times more: of 0, 3, 5
+    # and 10 the least that had every row of bench_prefix.py, seeded twice, find what least recently used does.
+    clearly: float = 1.3
+    doubt: float = 5.0
+    # Matches after which those before weigh half.
+    matches: int = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +321,7 @@ class Prefixes:
     # few, as the model runs on them four times.
     proof: tuple[int, int] = (4, 3)
     # What decides which block goes first.
-    odds: BlockOdds = field(default_factory=BlockOdds)
+    density: BlockDensity = field(default_factory=BlockDensity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,9 +448,12 @@ class Serving:
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.
     idle: int = 64
-    # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
-    # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
+    # Where models are swapped for comparison, another's oldest request waits so many times what the copies take until
+    # the one that is there gets no new ones: a fifth of the time may go into swapping. After `turn` s its requests are
+    # suspended: what leaves of the 4 s to the first token that bench_tenants counts by a second for the prompt. Chosen;
+    # with 1 s half of the requests had a gap of more than a second.
     swaps: float = 4.0
+    turn: float = 3.0
     # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
     # so many: a few seconds of a small model on a CPU. Chosen.
     sample: int = 24
@@ -416,6 +465,9 @@ class Serving:
     remembered: int = 4
     refit: int = 8
     gain: float = 0.1
+    # By each step that reads no KV on the host the longest of them that is remembered fades to so much (step_bound.py):
+    # to half of it in 700 steps, in which some prompts come where any wait. Chosen.
+    fading: float = 0.999
     # So many steps of prompts alone may follow one another before those that decode have one: a gap between two tokens
     # of five steps. Chosen.
     prompts: int = 4
@@ -733,6 +785,8 @@ class Tuning:
     """The tuning of one device."""
 
     pages: FreePages = field(default_factory=FreePages)
+    prices: Prices = field(default_factory=Prices)
+    turns: TurnLengths = field(default_factory=TurnLengths)
     write_behind: WriteBehind = field(default_factory=WriteBehind)
     loans: Loans = field(default_factory=Loans)
     traffic: OtherTraffic = field(default_factory=OtherTraffic)

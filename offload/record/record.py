@@ -80,14 +80,16 @@ class Record:
     """A performance record. `key`: what it was measured for and on (model, device, driver, link, versions).
     `bandwidth`: bytes per second to the device. `seconds`: of one iteration, by point. `beside`: that `generate()`
     takes beside a decode step, and once beside the first forward, by phase, where measured. `copying`: seconds that
-    computing loses to each second of copies, 0 where others copy. `lessons`: times of runs since, which `time`
-    remembers, by point, oldest first; `recent`: the last of them, newest first."""
+    computing loses to each second of copies, 0 where others copy. `entering`: seconds that the host takes for each
+    layer that streams, 0 where not measured. `lessons`: times of runs since, which `time` remembers, by point, oldest
+    first; `recent`: the last of them, newest first."""
 
     key: Mapping[str, str]
     bandwidth: float
     seconds: Mapping[Point, float] = field(default_factory=dict)
     beside: Mapping[Phase, float] = field(default_factory=dict, kw_only=True)
     copying: float = field(default=0.0, kw_only=True)
+    entering: float = field(default=0.0, kw_only=True)
     lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     tuning: Records = DEFAULT.records
@@ -96,7 +98,7 @@ class Record:
         times = (self.bandwidth, *self.seconds.values())
         if not all(isinstance(time_, int | float) and 0 < time_ < math.inf for time_ in times):
             raise ValueError("a bandwidth or a time is not a positive number")
-        beside = (*self.beside.values(), self.copying)
+        beside = (*self.beside.values(), self.copying, self.entering)
         if not all(isinstance(time_, int | float) and 0 <= time_ < math.inf for time_ in beside):
             raise ValueError("what is beside an iteration is no number of seconds")
         if not all(point.phase in get_args(Phase) and min(point[1:]) >= 1 for point in self.seconds):
@@ -197,7 +199,7 @@ def intervals(
     for point in sorted(known for known in record.points if known.phase == phase):
         seconds = record.time(*point)
         assert seconds is not None
-        costs = Costs(tuple(pages), seconds, page_size / record.bandwidth)
+        costs = Costs(tuple(pages), seconds, page_size / record.bandwidth, record.entering)
         table[point.batch, point.length] = meeting(costs, on_grid(slo))
     return table
 
@@ -228,6 +230,7 @@ def save(record: Record, path: Path) -> None:
         "points": [[*point, seconds] for point, seconds in sorted(record.seconds.items())],
         **({"beside": dict(record.beside)} if record.beside else {}),
         **({"copying": record.copying} if record.copying else {}),
+        **({"entering": record.entering} if record.entering else {}),
     }
     text = json.dumps({"format": FORMAT, "checksum": _checksum(content), **content}, indent=1)
     TrustedFolder(path.parent).write(path.name, f"{text}\n".encode())
@@ -250,7 +253,7 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
     if document.get("format") != FORMAT:
         raise Unusable(f"{path} was written by another version of ballonet")
     content: dict[str, Any] = {name: document.get(name) for name in ("key", "bandwidth", "points")}
-    content |= {name: document[name] for name in ("beside", "copying") if name in document}
+    content |= {name: document[name] for name in ("beside", "copying", "entering") if name in document}
     if document.get("checksum") != _checksum(content):
         raise RecordDamaged(f"{path} is damaged: its checksum is wrong")
     if content["key"] != dict(key):
@@ -258,8 +261,8 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
         raise Unusable(f"{path} was measured for another {', '.join(differ)}")
     try:
         points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in content["points"]}
-        beside, copying = content.get("beside", {}), content.get("copying", 0.0)
-        return Record(content["key"], content["bandwidth"], points, beside=beside, copying=copying)
+        optional = {name: content[name] for name in ("beside", "copying", "entering") if name in content}
+        return Record(content["key"], content["bandwidth"], points, **optional)
     except (TypeError, ValueError) as error:
         raise RecordDamaged(f"{path} is damaged: {error}") from error
 

@@ -11,9 +11,9 @@ import torch
 
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
-from ballonet.offload.policy.kv_pages import split
-from ballonet.offload.policy.lending import Unit, block_bytes, unit
+from ballonet.offload.policy.lending import Unit, unit
 
+from ..swiftcache import block_bytes, split
 from .scene import Place, scene
 
 LAYERS = 4

@@ -19,11 +19,11 @@ SCENES = ("tests/gpu/scene.py", "tests/gpu/hold.py")  # which all tests on the s
 HEADER = """\
 # Planted bugs
 
-Each stands for a kind: memory with two owners or with none, a change that is half undone, bytes of another owner,
-and, one by one, what a GPU needs: a fence, a wait, a `record_stream`, a lease, a rule of captures. `make mutants`
-plants it in a copy of the project; a test that passes without it has to fail with it. A bug is a patch,
-`AREA/NAME.patch`; `patches.py` has the format. Those of `simgpu` are tested on the simulated device
-([tests/simgpu](../simgpu/README.md)). `python tests/mutants/run.py --table` writes this file.
+Each stands for a kind: memory with two owners or with none, a change that is half undone, bytes of another owner, what
+a GPU needs (a fence, a wait, a `record_stream`, a lease, a rule of captures), or for a row of `test_rows.py`: what a
+paper claims, done otherwise. `make mutants` plants it in a copy of the project; a test that passes without it has to
+fail with it. A bug is a patch, `AREA/NAME.patch`; `patches.py` has the format. Those of `simgpu` are tested on the
+simulated device ([tests/simgpu](../simgpu/README.md)). `python tests/mutants/run.py --table` writes this file.
 """
 COLUMNS = "| bug | what it makes wrong | killed by | how it shows |\n|---|---|---|---|\n"
 UNJUDGED = "not judged yet"

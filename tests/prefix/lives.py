@@ -21,7 +21,7 @@ from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import managers
 from ballonet.hooks.kv import tensors
-from ballonet.offload.policy.reclaim_order import LISTED, Level
+from ballonet.offload.policy.reclaim_order import LISTED, PageSource
 
 from ..kv.pressure import around_appends, poison, press
 from ..models import VOCABULARY
@@ -266,11 +266,11 @@ class Life:
 
     def _pull(self, _: Talker) -> None:
         level = self.draw.choice(LISTED)
-        self.done[f"pulled {level.label}"] += managers.of(self.device).levels.reclaim(level, self.draw.randint(1, 12))
+        self.done[f"pulled {level.label}"] += managers.of(self.device).sources.reclaim(level, self.draw.randint(1, 12))
 
     def _restore(self, _: Talker) -> None:
-        managers.of(self.device).levels.restore(
-            self.draw.choice((Level.PREFIX, Level.IDLE_KV)), self.draw.randint(1, 12)
+        managers.of(self.device).sources.restore(
+            self.draw.choice((PageSource.PREFIX, PageSource.IDLE_KV)), self.draw.randint(1, 12)
         )
 
     def _press(self, _: Talker) -> None:

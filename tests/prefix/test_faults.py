@@ -22,12 +22,12 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device import managers
 from ballonet.hooks.kv.ranges import KVRange
 from ballonet.offload.manager import kv_read_plan
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.residency.kv_slots import KVSlots
 
 from .. import programs
 from ..faulting import Begin, at_each_call
-from ..kv.pressure import two_thirds
+from ..kv.pressure import around_appends, two_thirds
 from ..tuned import tuning
 from .conversations import Sides, sides, words
 
@@ -75,7 +75,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
     generator = torch.Generator().manual_seed(1)
     said: list[torch.Tensor] = []
     loads: Counter[str] = Counter()
-    copies, append = KVSlots.copies, KVRange.append
+    copies = KVSlots.copies
 
     def begun() -> None:
         """Always the same, as then the calls of a turn are."""
@@ -99,8 +99,8 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
         for sequence in both.store.contents.index.idle:
             for tier in sequence._tiers():
                 tier.client.write_behind(9)
-        for level in (Level.PREFIX, Level.IDLE_KV):
-            managers.of(device).levels.reclaim(level, 999)
+        for level in (PageSource.PREFIX, PageSource.IDLE_KV):
+            managers.of(device).sources.reclaim(level, 999)
 
     def forgotten() -> None:
         begun()
@@ -122,16 +122,15 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
         loads["slots"] += 1
         return copies(slots, *args)
 
-    def appended(kv_range: Any, *args: Any) -> Any:
+    def appended(_: KVRange) -> None:
         loads["appended"] += 1
         if loads["appended"] % 7 == 0:
-            managers.of(device).levels.reclaim(Level.RUNNING_KV, 6)
-        return append(kv_range, *args)
+            managers.of(device).sources.reclaim(PageSource.RUNNING_KV, 6)
 
     def streams() -> None:
         with patch.context() as here:
             here.setattr(KVSlots, "copies", copied)
-            here.setattr(KVRange, "append", appended)
+            around_appends(here, appended)
             here.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
             before = loads["slots"]
             goes_on(6)

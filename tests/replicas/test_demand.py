@@ -228,6 +228,13 @@ def test_calm_takes_the_whole_dwell() -> None:
     assert looks(Calm(TUNING), [20] * 12) == [False] * 10 + [True, True]
 
 
+@pytest.mark.parametrize("used", [0, 20, 49])
+def test_flat_load_is_calm_as_that_of_idle_replicas_cannot_fall(used: int) -> None:
+    calm = Calm(TUNING)
+    assert looks(calm, [used] * 60) == [False] * 10 + [True] * 50
+    assert looks(calm, [used + 1] * 2, start=60.0) == [False, False], "it rises"
+
+
 def test_half_of_the_undropped_memory_is_not_calm() -> None:
     """Undropped, not what is there now."""
     calm = Calm(TUNING)

@@ -19,7 +19,7 @@ from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.manager.overview import Duplicates
-from ballonet.offload.policy.reclaim_order import LISTED, Level
+from ballonet.offload.policy.reclaim_order import LISTED, PageSource
 from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing.sources import sources
@@ -30,17 +30,17 @@ from .stages import BLOCK, CHUNK, Desk, install
 
 
 def test_the_core_never_takes_duplicates() -> None:
-    assert Level.HIDDEN_WEIGHTS < Level.DUPLICATES < Level.STALLING_WEIGHTS
-    assert (Level.DUPLICATES, Level.DUPLICATES.label) == (7, "duplicates")
-    assert Level.DUPLICATES not in LISTED
+    assert PageSource.HIDDEN_WEIGHTS < PageSource.DUPLICATES < PageSource.STALLING_WEIGHTS
+    assert (PageSource.DUPLICATES, PageSource.DUPLICATES.label) == (7, "duplicates")
+    assert PageSource.DUPLICATES not in LISTED
     _, manager, _, (a,) = a_manager(200, {})
     a.step(manager)
-    assert {candidate.level for candidate in manager.reclaim.candidates()}.isdisjoint({Level.DUPLICATES})
+    assert {candidate.source for candidate in manager.reclaim.candidates()}.isdisjoint({PageSource.DUPLICATES})
 
 
 def test_the_source_posts_a_wish_and_frees_nothing() -> None:
     device, manager, _, _ = a_manager(200, {})
-    (source,) = [source for source in sources(manager, device, spill=False) if source.level is Level.DUPLICATES]
+    (source,) = [source for source in sources(manager, device, spill=False) if source.source is PageSource.DUPLICATES]
     assert (source.would_free(), source.reclaim(5), source.restore(5)) == (0, 0, 0), "nobody has duplicates"
     wishes: list[int] = []
     withdraw = manager.duplicates.register(wishes.append, lambda: 30)
@@ -53,8 +53,10 @@ def test_the_source_posts_a_wish_and_frees_nothing() -> None:
     assert wishes == [5]
 
 
-@pytest.mark.parametrize(("beyond", "level"), [(False, Level.HIDDEN_WEIGHTS), (True, Level.LAST_WEIGHTS)])
-def test_a_wish_is_posted_once_the_ladder_has_passed_level_7(beyond: bool, level: Level) -> None:
+@pytest.mark.parametrize(
+    ("beyond", "source"), [(False, PageSource.HIDDEN_WEIGHTS), (True, PageSource.STALLING_WEIGHTS)]
+)
+def test_a_wish_is_posted_once_what_passes_wait_for_was_taken(beyond: bool, source: PageSource) -> None:
     """The core takes layers whose copies hide without a wish; once it takes what costs time, that is wished for at the
     next iteration, and once."""
     device, manager, _, (a,) = a_manager(200, {})
@@ -62,13 +64,13 @@ def test_a_wish_is_posted_once_the_ladder_has_passed_level_7(beyond: bool, level
     manager.duplicates.register(wishes.append, lambda: 0)
     a.step(manager)
     device.kv = device.free
-    layers = 3 + beyond
+    layers = 2 + beyond
     for _ in range(layers):
         assert device.want(1, a)
         device.kv += device.free
     taken = [manager._known.list.named(key).source for key in (_key(manager, a, layer) for _, layer in device.trace)]
     assert len(taken) == layers
-    assert taken[-1] == level.label
+    assert taken[-1] == source.label
     assert wishes == []
     a.step(manager)
     assert wishes == ([EQUAL[0]] if beyond else [])
@@ -80,7 +82,7 @@ def _key(manager: object, model: FakeModel, layer: int) -> int:
     return int(manager._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
 
 
-def test_wish_comes_before_levels_that_cost_time() -> None:
+def test_wish_comes_before_what_passes_wait_for() -> None:
     device, manager, _, (a,) = a_manager(200, {})
     cache = FakeCache(device, manager, manager.clock)
     cache.step(4)
@@ -89,14 +91,14 @@ def test_wish_comes_before_levels_that_cost_time() -> None:
     manager.duplicates.register(lambda pages: seen.append((pages, len(device.taken_now))), lambda: 0)
     device.taken_now = []
     device.take = lambda keys, pages=None: device.taken_now.append(keys) or 5  # type: ignore[method-assign]
-    manager.levels.make_room(10, Level.IDLE_KV)
+    manager.sources.make_room(10)
     assert (seen, device.taken_now) == ([], []), "it was not to go so far"
-    manager.levels.make_room(20, Level.LAST_WEIGHTS)
-    assert seen == [(20 - 5 * 3, 3)], "after the layers that hide"
+    manager.sources.make_room(20, running=True)
+    assert seen == [(20 - 5 * 2, 2)], "after the layers that hide"
     assert len(device.taken_now) == 4
-    manager.levels.make_room(10**6, Level.HIDDEN_WEIGHTS)
+    manager.sources.make_room(10**6)
     assert len(seen) == 1
-    manager.levels.make_room(10**6, Level.LAST_WEIGHTS)
+    manager.sources.make_room(10**6, running=True)
     assert len(seen) == 2
 
 
@@ -135,7 +137,7 @@ def test_pages_that_an_operator_could_not_have_are_wished_for() -> None:
     _, manager, _, (a,) = a_manager(200, {})
 
     def refuse(pages: int) -> None:
-        manager.events.decided(Level.REFUSE.label, "reclaim", pages)
+        manager.events.decided(PageSource.REFUSE.label, "reclaim", pages)
         manager._known.list.void()  # so that it is looked at
         a.step(manager)
 

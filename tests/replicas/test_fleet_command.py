@@ -15,14 +15,15 @@ from ballonet.hooks.plan.machine import MachineSizes
 from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.virtual_replicas.costs import of_parts, read_costs
 from ballonet.hooks.virtual_replicas.fleet import Shape
-from ballonet.offload.policy.replicas.controller import replayed
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.replicas.protocol import Decision, Lost
 from ballonet.offload.policy.step_costs import Parts, Step
 
+from .virtual import replayed
+
 KEYS = {
     *("policy", "replicas", "requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50"),
-    *("tbt_p99", "tokens_per_second", "goodput", "drops", "restores", "bytes_moved", "bubble", "time"),
+    *("tbt_p99", "tokens_per_second", "kept", "goodput", "drops", "restores", "bytes_moved", "bubble", "time"),
 }
 GIVEN = {"alpha": 1e-9, "beta": 2e-5, "gamma": 2e-2, "decode": {"alpha": 0, "beta": 2e-5, "gamma": 2e-2}}
 

@@ -230,6 +230,6 @@ def test_a_replica_keeps_or_refuses_what_a_request_asks() -> None:
         assert scheduler.slos.asked(late.name) == NOTHING
         while not leader.idle:
             stage.step()
-        assert len(scheduler.slos) == 0
+        assert not scheduler.slos.known
         del stage, leader, scheduler
     assert told.over == {loose.name}

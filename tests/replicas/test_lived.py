@@ -39,11 +39,11 @@ from ballonet.hooks.virtual_replicas.faults import Killed, NewReplica, PlayedFau
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas import protocol
-from ballonet.offload.policy.replicas.controller import replayed
 from ballonet.offload.policy.replicas.groups import Group
 from ballonet.offload.policy.replicas.protocol import Action, Arrived, Commit, Decision, Entry, Joined, Prepare, Setup
 
 from .fleet import EAGER, Answer, Asked, Stock, drawn, made, serving
+from .virtual import replayed
 
 _SAID = (protocol.Prepared, protocol.Committed, protocol.Exchanged, protocol.Restored)
 _FAILED = (protocol.PrepareFailed, protocol.PullFailed, protocol.Lost, protocol.Damaged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
@@ -11,9 +11,9 @@ from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.virtual_replicas.faults import PlayedFault
 from ballonet.hooks.virtual_replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.virtual_replicas.fleet_run import FleetRun, RecordedClient
-from ballonet.offload.policy.replicas.controller import Controller, replayed
+from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
-from ballonet.offload.policy.replicas.protocol import Action, Decision, Dispatch, Entry, Event
+from ballonet.offload.policy.replicas.protocol import Action, Decision, Dispatch, Entry, Event, Setup
 from ballonet.offload.policy.tuning import DEFAULT
 
 PAGE = 2**16
@@ -44,6 +44,18 @@ def burst(count: int, every: float, prompt: int, new: int, seed: int = 0, begin:
 
 
 BURST = burst(240, 0.1, 60, 150) + burst(4, 6.0, 20, 20, begin=45.0)
+
+
+def replayed(log: Sequence[Entry]) -> Iterator[tuple[Decision, Decision]]:
+    """Yields each decision of a log that begins with a setup, and what a new controller of that setup decides for the
+    same event at the same time."""
+    setup = log[0]
+    assert isinstance(setup, Setup)
+    controller = Controller(setup.pages, setup.kv, setup.cost, setup.tuning, setup.page_seconds)
+    for decision in log[1:]:
+        assert isinstance(decision, Decision)
+        actions = tuple(controller.on(decision.event))
+        yield decision, Decision(controller.epoch, decision.event, actions)
 
 
 def decided(log: Iterable[Entry]) -> list[tuple[float, Action]]:

@@ -180,10 +180,12 @@ def test_the_figures_of_a_load() -> None:
     good = [Answered(0.0, 1.3, [1.0, 1.1, 1.3], 3), Answered(1.0, 2.0, [1.5, 2.0], 2), Answered(0.0, 0.5, [], 0)]
     figures = summary([*good, Answered(0.0, error="refused")], ttft_slo=0.6, tpot_slo=None)
     assert (figures["requests"], figures["failed"], figures["tokens"], figures["seconds"]) == (4, 1, 5, 2.0)
-    assert (figures["ttft_p50"], figures["ttft_p99"]) == (0.5, 1.0)
-    assert figures["tbt_p99"] == pytest.approx(0.5)
+    assert (figures["ttft_p50"], figures["ttft_p99"]) == (0.5, None), "a refused request is answered never"
+    assert (figures["tbt_p50"], figures["tbt_p99"]) == (pytest.approx(0.2), None)
+    assert (summary(good, None, None)["ttft_p99"], summary(good, None, None)["tbt_p99"]) == (1.0, pytest.approx(0.5))
     assert (figures["tokens_per_second"], figures["goodput"]) == (2.5, 1.0)
-    assert summary(good, 0.6, 0.2)["goodput"] == 0.5
+    late = [Answered(0.0, 1.3, [0.5, 0.6, 0.7, 0.8, 1.3], 5)]  # 0.2 s a token, and one gap of 0.5 s
+    assert summary([*good, *late], 0.6, 0.2)["goodput"] == summary(good, 0.6, 0.2)["goodput"] == 0.5
     assert summary([Answered(0.0, error="refused")], None, None)["ttft_p50"] is None
 
 

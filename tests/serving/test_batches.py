@@ -25,6 +25,7 @@ from ballonet.hooks.batching import patches
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.batching.scheduler import ElasticScheduler
+from ballonet.offload.manager.turns import LoopTurns, LoopWork, Seat
 from ballonet.offload.policy.step_costs import Parts, RequestSLO, Step, StepCosts
 
 from ..core import PAGE_CALLS, eventually
@@ -108,7 +109,7 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     [
         ("llama", 1, 30, {"num_hidden_layers": 12}),
         ("mixtral", 2, 30, {"num_hidden_layers": 4}),
-        ("gemma3_text", 6, 60, {}),
+        ("gemma3_text", 8, 60, {}),
     ],
 )
 def test_tokens_are_stocks_while_pages_move(name: str, seed: int, tokens: int, changes: dict[str, int]) -> None:
@@ -120,7 +121,8 @@ def test_tokens_are_stocks_while_pages_move(name: str, seed: int, tokens: int, c
         assert answers(model, asked, tokens, allow_block_sharing=False) == expected
         chaos = testing.chaos_of(managed)
         assert chaos is not None
-        assert min(chaos.moved[f"kv_{way}"] for way in ("device", "host", "away", "restored", "unmapped")) > 0
+        moved = {way: chaos.moved[f"kv_{way}"] for way in ("device", "host", "away", "restored", "unmapped")}
+        assert min(moved.values()) > 0, moved
 
 
 @pytest.mark.counts
@@ -437,6 +439,43 @@ def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.Monkey
         assert batched.wanted is None
 
 
+def test_loops_of_models_that_do_not_fit_take_turns_and_answer_as_stock(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow link, and with answers far longer than a turn: each is suspended, more than once."""
+    monkeypatch.setenv("BALLONET_LINK", "20MB/s")
+    monkeypatch.setenv("BALLONET_TURN", "1s")
+    tuned(clock=Clock(step=0.03), weights={"large": 2**11}, turns={"patience": 4.0})
+    built = [build("llama", num_hidden_layers=12, hidden_size=128) for _ in range(2)]
+    asked = prompts(3, 40)
+    expected = stock(built[0], asked, 60)
+    install(100)
+    had, waits = list[int](), list[bool]()
+    step = LoopTurns.may_step
+
+    def watched(turns: LoopTurns, seat: Seat, work: LoopWork | None) -> bool:
+        may = step(turns, seat, work)
+        had.extend([seat.number] if may and work is not None and turns._turn.has else [])
+        waits.extend([seat.until is not None])
+        return may
+
+    monkeypatch.setattr(LoopTurns, "may_step", watched)
+    with ExitStack() as stack:
+        for model in built:
+            stack.enter_context(ballonet.manage(model))
+        loops = [stack.enter_context(looping(model, 60)) for model in built]
+        with TOGETHER:
+            names = [[loop.add_request(prompt) for prompt in asked] for loop in loops]
+        for loop, its in zip(loops, names, strict=True):
+            outputs = {(output := loop.get_result(timeout=600)).request_id: output for _ in its}
+            assert [outputs[name].generated_tokens for name in its] == [answer.tokens for answer in expected]
+            assert {output.error for output in outputs.values()} == {None}
+        del loop, loops
+    turns = sum(one != other for one, other in itertools.pairwise(had))
+    assert any(waits)
+    assert turns >= 2, had
+
+
 @pytest.mark.counts
 @pytest.mark.parametrize(("pages", "streams"), [(64, True), (512, False)])
 def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, streams: bool, tuned: Tuned) -> None:
@@ -460,7 +499,7 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
     """A short request comes whenever one of three ends, and they never end at the same step."""
     tuned(clock=Clock(step=0.01), weights={"large": 2**11}, serving={"idle": 16})
     model = build("llama", num_hidden_layers=12, hidden_size=128)
-    install(104)
+    install(80)
     lengths = itertools.cycle((8, 11, 13))
     with ballonet.manage(model) as managed, looping(model, 8, max_batch_tokens=256) as manager:
 

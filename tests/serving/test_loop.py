@@ -324,7 +324,7 @@ def test_requests_that_cannot_be_answered_are_refused_with_the_reason() -> None:
             assert text in denial.message
             assert asked.name not in denial.message.split()
         assert loop._scheduler is not None
-        assert not len(loop._scheduler.slos)
+        assert not loop._scheduler.slos.known
         assert await denied(loop, named([3], 3, Sampling(), tpot=60.0, ttft=60.0)) is None
 
     install(256)

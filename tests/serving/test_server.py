@@ -368,7 +368,7 @@ def test_a_recorded_load(serving: Serving, tmp_path: Path, capsys: pytest.Captur
     said = json.loads(capsys.readouterr().out)
     assert list(said) == [
         *("requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
-        *("tokens_per_second", "goodput"),
+        *("tokens_per_second", "kept", "goodput"),
     ]
     assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0)
     assert 0 < said["ttft_p50"] <= said["ttft_p99"] <= said["seconds"]

@@ -274,7 +274,7 @@ def test_a_request_that_is_preempted_goes_on_where_it_was(
     with ballonet.manage(model):
         assert answers(model, asked, 20, use_async_batching=two) == expected
     assert len(preempted if host else again) > 1
-    assert min(came_back) > 0 if host else not preempted
+    assert sum(came_back) > 0 if host else not preempted
 
 
 def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.device import managers
 from ballonet.hooks.device.graphs import why_short
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.offload.manager.client import OUTSIDE_LAYERS
 from ballonet.offload.policy.plan import spread, streaming
+from ballonet.offload.policy.reclaim_order import PageSource
 
 from .. import graphs
 from ..models import build
@@ -322,7 +324,7 @@ def test_captured_layer_stays_resident_under_any_plan(
     pages = elastic.plan.pages
     assert [layer for layer in EVERY if pages[layer] != before[layer]] == [3]
     for plan in [streaming(pages, spread(pages, count), slots) for count in (1, 4, 11) for slots in (1, 2)]:
-        elastic._change(plan)
+        elastic.rearrange(plan)
         assert managed.report().streamed == plan.streamed
         assert 3 not in managed.report().streamed
         assert torch.equal(logits(model), expected)
@@ -330,7 +332,7 @@ def test_captured_layer_stays_resident_under_any_plan(
         resident = {layer for layer in managed._weights.ranges if layer is not None} - {*managed.report().streamed}
         here = sum(range_.backed for layer in resident for range_ in managed._weights.ranges[layer])
         assert managed.report().freed_pages == sum(before) - here - managed._weights.ring.pages
-    elastic._change(streaming(before, (3, 5), 1))
+    elastic.rearrange(streaming(before, (3, 5), 1))
     assert managed.report().streamed == plan.streamed
     assert all(candidate.index != 3 for candidate in managers.of(devices.require()).reclaim.candidates())
 
@@ -485,3 +487,33 @@ def test_a_step_that_is_captured_reads_the_cache_that_was_there(model: Any, orig
         gc.collect()
         device.reap(wait=True)
         assert device.snapshot()["pages"]["kv"] == 0
+
+
+def test_what_a_graph_reads_outside_of_layers_stays_until_it_is_reset(model: Any, manager: Any) -> None:
+    with ballonet.manage(model) as managed:
+        expected = logits(model)
+        manager.clock.now += 5
+        assert OUTSIDE_LAYERS in [found.index for found in manager.reclaim.candidates()]
+        hidden = torch.ones(1, model.config.hidden_size)
+        captured = Captured(lambda: model.lm_head(hidden))
+        manager.clock.now += 5
+        assert OUTSIDE_LAYERS not in [found.index for found in manager.reclaim.candidates()]
+        assert managed._residency.entry(OUTSIDE_LAYERS) is None
+        assert torch.equal(captured.replay(), captured.replay())
+        captured.graph.reset()
+        assert OUTSIDE_LAYERS in [found.index for found in manager.reclaim.candidates()]
+        assert torch.equal(logits(model), expected)
+
+
+def test_what_lies_outside_of_layers_is_back_before_a_capture(model: Any, manager: Any) -> None:
+    with ballonet.manage(model) as managed:
+        logits(model)
+        manager.clock.now += 5
+        assert manager.sources.reclaim(PageSource.IDLE_WEIGHTS, BUDGET // PAGE) > 0
+        assert managed._residency.rest.away
+        hidden = torch.ones(1, model.config.hidden_size)
+        with install.stock():
+            expected = functional.linear(hidden, model.lm_head.weight)
+        captured = Captured(lambda: model.lm_head(hidden))
+        assert not managed._residency.rest.away
+        assert torch.allclose(captured.replay(), expected)

@@ -90,7 +90,7 @@ def copies_given_up() -> int:
 def stream(managed: ballonet.Managed, *layers: int) -> None:
     """As between two iterations."""
     pages = managed._residency.plan.pages
-    managed._residency._change(streaming(pages, layers, 1) if layers else Plan(pages))
+    managed._residency.rearrange(streaming(pages, layers, 1) if layers else Plan(pages))
 
 
 def pages_of(managed: ballonet.Managed, *layers: int) -> int:
@@ -417,7 +417,7 @@ def test_a_model_is_not_released_while_another_thread_reads_it_in_resident(
             managed.release()
         pages = managed._residency.plan.pages
         with pytest.raises(Exception, match="cannot be exchanged"):
-            managed._residency._change(streaming(pages, (1,), 1))
+            managed._residency.rearrange(streaming(pages, (1,), 1))
         assert managed._weights.on_host() == ()
     finally:
         go.set()

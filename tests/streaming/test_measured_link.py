@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -21,7 +22,7 @@ from ballonet.offload.record import link
 
 from ..models import Output
 from ..tuned import Clock, Tuned
-from .conftest import INPUTS, PAGE, say
+from .conftest import INPUTS, PAGE, full, say
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def time(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     for each layer that it waits for; nothing is given back."""
     ticks = count(step=10**6)
     monkeypatch.setattr(managed, "marks_of", lambda device, clock: HostMarks(lambda: next(ticks)))
-    tuned(clock=Clock())
+    tuned(clock=Clock(), prices={"returns": math.inf})
     managers.of(devices.require()).link.bandwidth = 1e12
 
 
@@ -66,7 +67,7 @@ def test_measured_link_leads_to_the_faster_number_of_slots(
     frees(freed, monkeypatch)
     with install.stock():
         model = copy.deepcopy(larger)
-    with ballonet.manage(model) as found:
+    with ballonet.manage(model) as found, full(managers.of(devices.require()).pages.mark):  # none come back by rental
         report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
@@ -79,7 +80,8 @@ def test_measured_link_leads_to_the_faster_number_of_slots(
         assert (len(report.streamed), report.slots) == after
         assert found.report().pages == pages, "as many as before"
         assert ballonet.stats().copied.weights_h2d > moved
-        assert report.times["decode"].resident == pytest.approx((after[0] + 1) * 1e-3), "as a rule"
+        slotted = after[0] + len(found._weights.ring.own.layers)  # pages are scarce, so that host copies stay
+        assert report.times["decode"].resident == pytest.approx((slotted + 1) * 1e-3), "as a rule"
         elastic, point = found._residency, found._residency.timings.last["decode"].point
         assert point is not None
         for _ in range(2):

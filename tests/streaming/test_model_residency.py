@@ -53,7 +53,7 @@ def plans(managed: ballonet.Managed) -> Iterator[Plan]:
 
 def change(managed: ballonet.Managed, plan: Plan) -> None:
     """As between two iterations."""
-    managed._residency._change(plan)
+    managed._residency.rearrange(plan)
 
 
 LOOKS: dict[str, Callable[[Any], object]] = {
@@ -215,6 +215,18 @@ def test_no_token_moves_a_page(model: Any) -> None:
         before = {name: calls().get(name, 0) for name in PAGE_CALLS}
         assert streams(managed, tokens)
         assert {name: calls().get(name, 0) for name in PAGE_CALLS} == before
+
+
+def test_a_wait_for_a_layer_that_is_back_counts_for_no_absence(model: Any, stock: Output) -> None:
+    """At first it is read from a slot of its own, whose copy the pass waits for."""
+    with ballonet.manage(model) as managed:
+        pages = managed._residency.plan.pages
+        for count in (2, 0):
+            change(managed, streaming(pages, spread(pages, count), 1))
+        for _ in range(2):
+            assert say(model).agrees(stock)
+        assert ballonet.stats().copied.weights_h2d, "something was waited for"
+        assert (managed.report().streamed, managed._residency.waited) == ((), 0)
 
 
 def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:

@@ -61,18 +61,24 @@ def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> N
             assert str(report)
 
 
-def test_prefill_and_decode_apart(model: Any, stock: Output) -> None:
+@pytest.mark.parametrize(("tpot", "count"), [(4.1, 0), (4.6, 1)])
+def test_prefill_and_decode_in_turn_load_nothing_at_their_boundaries(
+    model: Any, stock: Output, tpot: float, count: int
+) -> None:
+    """A prefill is long enough to hide every layer, and decoding is not: what streams in the one would come over the
+    link for the other."""
     measured(model, prefill=40.0, decode=4.0, bandwidth=LAYER / 3.5)
-    seen: dict[int, tuple[int, ...]] = {}
-    with ballonet.manage(model, tpot_slo=4.6, ttft_slo=41.0) as managed:
-        handle = model.model.layers[-1].register_forward_hook(
-            lambda module, args, output: seen.__setitem__(args[0].shape[1], managed.report().streamed)
-        )
+    seen: list[tuple[int, ...]] = []
+    with ballonet.manage(model, tpot_slo=tpot, ttft_slo=41.0) as managed:
+        handle = model.model.layers[-1].register_forward_hook(lambda *_: seen.append(managed.report().streamed))
+        assert say(model).agrees(stock)
+        before, forwards = managed.report().link_bytes, len(seen)
         assert say(model).agrees(stock)
         handle.remove()
-    assert len(seen.pop(1)) == 1
-    (prefill,) = seen.values()
-    assert len(prefill) > 1, "a prefill is long enough to hide more"
+        moved = managed.report().link_bytes - before
+    assert len(set(seen)) == 1, "one plan"
+    assert len(seen[0]) == count
+    assert moved <= count * LAYER * (len(seen) - forwards + 1), "what streams, and nothing else"
 
 
 @pytest.mark.parametrize("slo", [3.9, "1ms"])

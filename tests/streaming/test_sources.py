@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
 from ballonet.hooks.device import managers
-from ballonet.offload.policy.reclaim_order import LISTED, Level
+from ballonet.offload.policy.reclaim_order import LISTED, PageSource
 from ballonet.testing import chaos_of
 from ballonet.testing.sources import ReclaimSource, sources
 
@@ -37,10 +38,16 @@ def clock(tuned: Tuned) -> Clock:
     return clock
 
 
+@pytest.fixture
+def returns() -> float:
+    """As `tuning.Prices` has it."""
+    return 1.0
+
+
 @pytest.fixture(autouse=True)
-def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
+def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock, returns: float) -> Iterator[Any]:
     """Whose pages are always scarce, and whose link hides every copy."""
-    tuned(chaos={"seldom": 2})
+    tuned(chaos={"seldom": 2}, prices={"returns": returns})
     ours = managers.of(devices.require())
     monkeypatch.setattr(ours.pages, "scarce", True)
     ours.link.bandwidth = 1e12
@@ -48,11 +55,13 @@ def manager(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iter
     devices.require().check()
 
 
-def by_level(manager: Any) -> dict[Level, ReclaimSource]:
-    return {source.level: source for source in sources(manager, devices.require(), spill=True)}
+def by_kind(manager: Any) -> dict[PageSource, ReclaimSource]:
+    return {source.source: source for source in sources(manager, devices.require(), spill=True)}
 
 
-def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
+@pytest.mark.parametrize("returns", [math.inf])
+def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock, returns: float) -> None:
+    assert returns == math.inf, "nothing comes back by itself"
     with install.stock():
         expected, idle = say(model), copy.deepcopy(larger)
     device = devices.require()
@@ -61,18 +70,18 @@ def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock) -> None
         clock.now += 5
         say(model)
         say(model)
-        levels = by_level(manager)
+        levels = by_kind(manager)
         assert list(levels) == sorted(levels)
         assert {*LISTED} <= {*levels}
-        source = levels[Level.IDLE_WEIGHTS]
-        assert source.would_cost() == (0.0, 0.0), "until it runs"
+        source = levels[PageSource.IDLE_WEIGHTS]
+        assert min(source.would_cost()) > 0.0, "it will run again"
         device.reap(wait=True)  # what is retired now would be free with the next pages
-        pages, free, before = other.report().pages, levels[Level.TRIM].would_free(), source.would_free()
+        pages, free, before = other.report().pages, levels[PageSource.TRIM].would_free(), source.would_free()
         given = source.reclaim(1)
         assert 1 <= given <= before
         assert source.would_free() == before - given
         assert (other.report().pages, active.report().streamed) == (pages - given, ())
-        assert levels[Level.TRIM].would_free() == free + given
+        assert levels[PageSource.TRIM].would_free() == free + given
         assert source.reclaim(before) == before - given
         assert source.reclaim(1) == 0
         assert bytes_that_exist() <= BUDGET
@@ -85,20 +94,20 @@ def test_four_verbs(model: Any, larger: Any, manager: Any, clock: Clock) -> None
         assert (other.report().streamed, other.report().pages) == ((), pages)
         assert say(model).agrees(expected)
         assert (
-            levels[Level.SPILL].reclaim(1),
-            levels[Level.TRIM].restore(1),
-            levels[Level.IDLE_ACTIVATIONS].restore(1),
+            levels[PageSource.SPILL].reclaim(1),
+            levels[PageSource.TRIM].restore(1),
+            levels[PageSource.IDLE_ACTIVATIONS].restore(1),
         ) == (
             0,
             0,
             0,
         )
-        assert levels[Level.SPILL].would_free() > 0
+        assert levels[PageSource.SPILL].would_free() > 0
         assert sources(manager, device, spill=False)[-1].would_free() == 0
         torch.empty(64 * PAGE)  # whose block is free now
-        assert levels[Level.IDLE_ACTIVATIONS].would_free() > 0
-        assert levels[Level.IDLE_ACTIVATIONS].reclaim(1) > 0
-        assert levels[Level.WAIT].reclaim(1) == device.page_request == 0
+        assert levels[PageSource.IDLE_ACTIVATIONS].would_free() > 0
+        assert levels[PageSource.IDLE_ACTIVATIONS].reclaim(1) > 0
+        assert levels[PageSource.WAIT].reclaim(1) == device.page_request == 0
 
 
 def test_layers_that_were_taken_come_back_though_the_plan_is_the_one_of_before(
@@ -110,7 +119,7 @@ def test_layers_that_were_taken_come_back_though_the_plan_is_the_one_of_before(
     with ballonet.manage(model) as managed:
         say(model)
         clock.now += 5
-        source = by_level(manager)[Level.IDLE_WEIGHTS]
+        source = by_kind(manager)[PageSource.IDLE_WEIGHTS]
         assert source.reclaim(source.would_free()) > 0
         residency = managed._residency
         assert residency.arrangement.plan.streamed == (), "the model does not know of it yet"
@@ -171,21 +180,24 @@ def test_a_floor_in_bytes(model: Any, larger: Any, manager: Any, clock: Clock) -
         clock.now += 5
         say(model)
         candidates = manager.reclaim.candidates()
-        assert sum(candidate.pages for candidate in candidates if candidate.level is Level.IDLE_WEIGHTS) <= 2
-        assert not [candidate for candidate in candidates if candidate.level is Level.HIDDEN_WEIGHTS]
+        offered = sum(candidate.pages for candidate in candidates if candidate.source is PageSource.IDLE_WEIGHTS)
+        assert other.report().pages - offered >= floor // PAGE
+        assert not [candidate for candidate in candidates if candidate.source is PageSource.HIDDEN_WEIGHTS]
     with ballonet.manage(idle) as other:
         say(idle)
         manager.link.bandwidth = 2.0**50  # on the test's clock an iteration takes a few microseconds
         assert (
             sum(
-                candidate.pages for candidate in manager.reclaim.candidates() if candidate.level is Level.HIDDEN_WEIGHTS
+                candidate.pages
+                for candidate in manager.reclaim.candidates()
+                if candidate.source is PageSource.HIDDEN_WEIGHTS
             )
             > 2
         )
 
 
 def test_a_square_wave(model: Any, larger: Any, manager: Any, clock: Clock) -> None:
-    """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
+    """In each cycle all that is taken comes back; not a page is lost."""
     device = devices.require()
 
     def logits(of: Any, cache: Any = None) -> torch.Tensor:
@@ -215,7 +227,7 @@ def test_a_square_wave(model: Any, larger: Any, manager: Any, clock: Clock) -> N
         expected = [logits(model), logits(idle), logits(model, held)]
     gc.collect()
     gc.freeze()  # or `full` looks through all of torch each time
-    weights = ("idle weights", "hidden weights", "stalling weights", "last weights")
+    weights = ("idle weights", "hidden weights", "stalling weights")
     kv = ("idle KV", "running KV")
     taken, owners = set(), set()
     try:
@@ -242,7 +254,7 @@ def test_a_square_wave(model: Any, larger: Any, manager: Any, clock: Clock) -> N
                     moved(source, *verbs) for source in (weights, kv) for verbs in (("reclaim", "yield"), ("restore",))
                 ]
                 reclaimed, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
-                assert reclaimed == back == gone, cycle
+                assert reclaimed == back >= gone, cycle
                 assert kv_pulled == kv_back, cycle
                 assert (active.report().pages, other.report().pages) == resident, cycle
                 device.trim()

@@ -22,6 +22,7 @@ from typing import Literal
 
 from ..kv_pages import LayerReads, Way, choose
 from ..plan import Costs, Plan
+from ..rental import threshold
 from ..tuning import DEFAULT, Planning, Tuning
 from .memory import Binding, Moment, Needs, Placed, PlanBudget, binding, everything, least, placed
 
@@ -77,7 +78,7 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
         met = None if budget.slo is None else False
         return PlanAnswer(False, lacking, fewest, whole, short, "host" if hosted else "memory", budget.slo, met)
     forecasts = _forecasts(models, places, budget, tuning)
-    if tokens * max(forecast.tpot or 0.0 for forecast in forecasts) > tuning.pages.dwell:
+    if tokens > threshold(1, 0, 1.0) + 1:  # as many read what is away before it comes back
         forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or places, budget, tuning)
     answer = PlanAnswer(True, forecasts, fewest, whole, short, None, budget.slo)
     tpot, waits = answer.slowest.tpot, answer.slowest.waits

@@ -6,10 +6,10 @@ Note [A run, foreseen]
     (hooks/weights/ranges.py); where there is none, earlier models give layers, as they are idle. Then all run.
     The prompt is followed stage by stage, from one layer's append of its tokens to the next one's, as what may be taken
     differs: KV of layers that have not run is not there yet. Of what is lacking the reclaim order takes in its order
-    (reclaim_order.py, remap.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
-    the plan of what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is
-    not back before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to
-    rest. With an SLO as many layers stream as that allows (coordinator.py).
+    (reclaim_order.py, giving.py), whole layers and single pages of KV, all of it or nothing. Between two forwards the
+    plan of what is left is arranged (giving.standing). The answer is followed from page to page of KV. What left comes
+    back once its absence has cost that (rental.py); a run with longer answers has come to rest. With an SLO as many
+    layers stream as that allows (coordinator.py).
 
 Note [What cannot be foreseen]
     Kernels allocate inside of themselves, on a CPU for each thread, and blocks lie on pages as they happen to: so pages
@@ -17,7 +17,7 @@ Note [What cannot be foreseen]
     measured to take, which is unknown without a record, and differs by the noise of a machine with one. The run is
     followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
     lacking at the moment, `Placed.settled` is False: it fits with the most, and what is said is what the least comes
-    to, which is nearer to what runs do. So it is in 8 of the 40 settings of tests/test_planner_pages.py.
+    to, which is nearer to what runs do. So it is in 3 of the 14 settings of tests/test_planner_pages.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from enum import Enum
 from itertools import pairwise
 
 from ..coordinator import LinkClient, possible
-from ..kv_pages import scarce, worth_telling
-from ..plan import Costs, Fewest, Plan
-from ..reclaim_order import Candidate, Level, ordered
-from ..remap import Model, by_level, of_layer, remap, standing
+from ..giving import Model, candidates, standing
+from ..kv_pages import mark, scarce, worth_telling
+from ..plan import Costs, Fewest, Plan, fewest
+from ..price import Price, until_used
+from ..reclaim_order import Candidate, PageSource, ordered
 from ..tuning import DEFAULT, Tuning, WeightPlans
 
 
@@ -164,7 +165,7 @@ def placed(
 ) -> list[Placed] | None:
     """Returns the pages of all models at the last token; None where they do not fit, whatever streams, or the host
     lacks room. `rested`: what had to leave for the prompt has had the time to come back. See Note [A run, foreseen]."""
-    managed = _managed(models, budget, tuning.weights)
+    managed = _managed(models, budget, tuning)
     if managed is None:
         return None
     places = _followed(models, managed, budget, tuning, rested)
@@ -196,13 +197,12 @@ def _followed(
     """Follows a run from the plans that `manage()` leaves; None where something finds no room. `least`: operators have
     as few pages as they may; `slower`: times that decode steps take longer than is known."""
     run = _begun(models, managed, budget, tuning, least, slower)
-    running, begun = run.models, [state.model for state in run.models]
+    running = run.models
     if not run.prompt():
         return None
     early = [state.away for state in running]
     if rested:
-        for returned, model in zip(running, begun, strict=True):
-            returned.model, returned.away = model, 0
+        run.rest()
     if not run.answer():
         return None
     on_host = sum(state.away + state.model.plan.host_pages for state in running)
@@ -259,8 +259,7 @@ class _Running:
             decode, now = self._costs(judging.first, budget), self._costs(judging.prefill, budget)
         else:
             decode = now = self._costs(judging.decode, budget, self.slower)
-        plan = standing(model.plan, self.taken, now, model.base, model.slots, model.capped)
-        return replace(model, plan=plan, decode=decode)
+        return replace(model, plan=standing(model.plan, self.taken, now, model.slots), costs=decode)
 
     def _costs(self, seconds: float | None, budget: PlanBudget, slower: float = 1.0) -> Costs:
         costs = costs_of(self.needs, seconds, budget.page_seconds, self.tuning)
@@ -279,10 +278,11 @@ class _Run:
         self._budget = budget
         self._tuning = tuning
         self._least = least
+        self._mapped: list[int] = []  # pages that operators of each had so far, as the heap keeps them
 
     def prompt(self) -> bool:
         """Follows the prompts. Is there room for all?"""
-        mapped = [0] * len(self.models)  # pages that operators had so far, as the heap keeps them
+        mapped = self._mapped = [0] * len(self.models)
         for model in self.models:
             model.listed = 0 if model.needs.stages else model.needs.prompt.movable  # where all is one moment
         stages = self._moments(Phase.PROMPT)
@@ -295,11 +295,28 @@ class _Run:
                 if not self._room(kv, held, Phase.PROMPT):
                     return False
             self._tell(now, kv + sum(mapped))
-            mapped = [max(most, self._of(at)) for most, at in zip(mapped, now, strict=True)]
+            mapped[:] = [max(most, self._of(at)) for most, at in zip(mapped, now, strict=True)]
             if not self._room(kv, sum(map(self._of, now)), Phase.PROMPT):
                 return False
         self._arrange()
         return True
+
+    def rest(self) -> None:
+        """Brings back what had to leave for the prompt, as far as pages are free: KV first, which is read sooner, and
+        layers where they are waited for, or all fit."""
+        now = self._moments(Phase.PROMPT)[-1]
+        kept = sum(max(most, self._of(at)) for most, at in zip(self._mapped, now, strict=True))
+        total = self._budget.pages
+        free = total - self._held - sum(sum(at.kv) for at in now) - kept - mark(total, self._tuning.pages)
+        for state in self.models:
+            back = max(0, min(state.away, free))
+            state.away, free = state.away - back, free - back
+        for state in self.models:
+            model, held = state.stands(Phase.ANSWER, self._budget), state.model.plan.device_pages
+            plan = fewest(model.plan.pages, held + max(0, free), model.costs.ratio, slots=model.slots)
+            waits = state.needs.judging.decode is not None and model.costs.expected(model.plan) > model.costs.seconds
+            if plan is not None and plan.host_pages < model.plan.host_pages and (waits or not plan.streamed):
+                state.model, free = replace(model, plan=plan), free + held - plan.device_pages
 
     def answer(self) -> bool:
         """Follows the answers to the last token. Is there room for all?"""
@@ -341,14 +358,14 @@ class _Run:
             return True
         offered = self._offered(phase)
         if sum(candidate.pages for candidate in offered) < lack:
-            gone = sum(candidate.pages for candidate in offered if candidate.level is Level.RUNNING_KV)
+            gone = sum(candidate.pages for candidate in offered if candidate.source is PageSource.RUNNING_KV)
             layers = sum(candidate.pages for candidate in offered) - gone
             gone += sum(state.away for state in self.models)
             self.short = Binding(phase, sum(state.held for state in self.models) - layers, kv - gone, activations)
             return False
         for candidate in offered:
             state = self.models[candidate.client]
-            if candidate.level is Level.RUNNING_KV:
+            if candidate.source is PageSource.RUNNING_KV:
                 state.away += min(lack, candidate.pages)
             else:
                 state.taken.add(candidate.index)
@@ -359,16 +376,17 @@ class _Run:
 
     def _offered(self, phase: Phase) -> list[Candidate]:
         """Returns what the reclaim order takes, in its order."""
-        models = [state.stands(phase, self._budget) for state in self.models]
-        gone = {state.model.name: {*state.model.plan.streamed, *state.taken} for state in self.models}
-        numbers = {state.model.name: number for number, state in enumerate(self.models)}
-        candidates = [
-            of_layer(level, model, layer, numbers[model.name]) for level, model, layer in by_level(models, gone)
-        ]
-        for number, giver in enumerate(self.models):
+        models, prices = [state.stands(phase, self._budget) for state in self.models], self._tuning.prices
+        uses = 1 / sum(model.costs.seconds for model in models)
+        sequences = []
+        for number, (giver, model) in enumerate(zip(self.models, models, strict=True)):
+            gone = {*giver.model.plan.streamed, *giver.taken}
+            sequences.append(candidates(model, number, gone, uses, prices.hidden, prices.step))
             if (pages := giver.listed - giver.away) > 0:
-                candidates.append(Candidate(Level.RUNNING_KV, number, 0, pages, recency=float(number)))
-        return ordered(candidates)
+                copy = model.costs.page_seconds
+                price = Price(copy * uses, 2 * copy)
+                sequences.append([Candidate(PageSource.RUNNING_KV, number, 0, pages, price, recency=float(number))])
+        return ordered(sequences, prices.horizon)
 
     def _arrange(self) -> None:
         """Arranges what was taken, before the next forward."""
@@ -384,7 +402,7 @@ def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT)
 
     def fits(pages: int) -> bool:
         within = replace(budget, pages=pages)
-        managed = _managed(models, within, tuning.weights)
+        managed = _managed(models, within, tuning)
         return managed is not None and _followed(models, managed, within, tuning, rested=False) is not None
 
     if not fits(everything(models)):
@@ -401,7 +419,7 @@ def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT)
 def binding(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> Binding:
     """Returns what finds no room with a page less than `budget`, the least that fits."""
     within = replace(budget, pages=budget.pages - 1)
-    managed = _managed(models, within, tuning.weights)
+    managed = _managed(models, within, tuning)
     if managed is None:
         smallest = Fewest(slots=tuning.weights.slots).smallest
         weights = sum(needs.beside + smallest(needs.layers) for needs in models)
@@ -432,19 +450,18 @@ def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tu
     return Costs(needs.layers, seconds, page_seconds)
 
 
-def _managed(models: Sequence[Needs], budget: PlanBudget, tuning: WeightPlans) -> list[Plan] | None:
+def _managed(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning) -> list[Plan] | None:
     """Returns the plans that `manage()` arrives at for all models."""
-    rule, plans, used = Fewest(slots=tuning.slots), list[Plan](), 0
+    rule, plans, used = Fewest(slots=tuning.weights.slots), list[Plan](), 0
     for number, needs in enumerate(models):
-        before = [_model(*pair, budget, tuning, active=False) for pair in zip(models[:number], plans, strict=True)]
+        before = [
+            _model(*pair, budget, tuning.weights, active=False) for pair in zip(models[:number], plans, strict=True)
+        ]
         fixed = needs.beside + needs.working
-        for wanted, capped in ((sum(needs.layers), True), (rule.smallest(needs.layers), False)):
-            lack = used + fixed + wanted - budget.pages
-            if lack > 0 and before:
-                givers = before if capped else [replace(model, base=len(model.plan.pages)) for model in before]
-                gives = remap(givers, lack, 0)
-                before = [replace(model, plan=gives.plans.get(model.name, model.plan)) for model in before]
-                used -= gives.freed
+        lack = used + fixed + sum(needs.layers) - budget.pages
+        held = sum(model.plan.device_pages for model in before)
+        before = _given(before, lack, tuning)
+        used -= held - sum(model.plan.device_pages for model in before)
         plan = rule.choose(needs.layers, budget.pages - used - fixed)
         if plan is None:
             return None
@@ -453,15 +470,28 @@ def _managed(models: Sequence[Needs], budget: PlanBudget, tuning: WeightPlans) -
     return plans
 
 
+def _given(models: Sequence[Model], lack: int, tuning: Tuning) -> list[Model]:
+    """Returns idle models once they have given so many pages, or as many as they have."""
+    uses, prices = 1 / until_used(0.0, None, 0.0, tuning.prices.horizon), tuning.prices
+    offered = (
+        candidates(model, number, model.plan.streamed, uses, prices.hidden, prices.step)
+        for number, model in enumerate(models)
+    )
+    taken: list[set[int]] = [set() for _ in models]
+    for candidate in ordered(offered, prices.horizon):
+        if lack > 0:
+            taken[candidate.client].add(candidate.index)
+            lack -= candidate.pages
+    return [
+        replace(model, plan=standing(model.plan, gone, model.costs, model.slots))
+        for model, gone in zip(models, taken, strict=True)
+    ]
+
+
 def _model(needs: Needs, plan: Plan, budget: PlanBudget, tuning: WeightPlans, *, active: bool) -> Model:
-    decode, prefill = (
-        costs_of(needs, seconds, budget.page_seconds, tuning)
-        for seconds in (needs.judging.decode, needs.judging.prefill)
-    )
-    base = len(plan.streamed)
-    return Model(
-        needs.name, plan, decode, prefill, active, base=base, slots=tuning.slots, mru=tuning.mru, capped=tuning.capped
-    )
+    seconds = needs.judging.decode if active else needs.judging.prefill
+    costs = costs_of(needs, seconds, budget.page_seconds, tuning)
+    return Model(needs.name, plan, costs, active, slots=tuning.slots)
 
 
 def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudget, parts: int) -> list[Model]:
@@ -474,7 +504,7 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudge
     )
     clients = [
         LinkClient(
-            model.name, model.decode, budget.page_size, budget.slo, max(0, model.plan.device_pages + free), parts=parts
+            model.name, model.costs, budget.page_size, budget.slo, max(0, model.plan.device_pages + free), parts=parts
         )
         for model in running
     ]
@@ -482,9 +512,4 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudge
     if shares is None:
         return list(running)
     plans = {client.name: client.plan(shares.options[client.name].interval) for client in clients}
-    return [
-        replace(
-            model, plan=plans[model.name], base=len(plans[model.name].streamed), least=plans[model.name].device_pages
-        )
-        for model in running
-    ]
+    return [replace(model, plan=plans[model.name], least=plans[model.name].device_pages) for model in running]

@@ -14,7 +14,7 @@ Note [Fencing]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from ..tuning import DEFAULT
@@ -30,11 +30,9 @@ from .protocol import (
     Arrived,
     Cancel,
     Committed,
-    Continued,
     Damaged,
     Decision,
     Decline,
-    Entry,
     Event,
     Exchanged,
     Finished,
@@ -360,23 +358,3 @@ def decide(controller: Controller, event: Event, note: Note) -> tuple[Action, ..
     actions = tuple(controller.on(event))
     note(Decision(controller.epoch, event, actions))
     return actions
-
-
-def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
-    """Yields each decision of a log, and the one that a new controller takes for the same event at the same time.
-    ValueError where the log does not begin with a setup."""
-    left = iter(entries)
-    setup = next(left, None)
-    if isinstance(setup, Continued):
-        raise ValueError(
-            f"the log goes on behind {setup.decisions} decisions that are not here: it can be read, but what its "
-            "controller knew is not known"
-        )
-    if not isinstance(setup, Setup):
-        raise ValueError("a log begins with what its controller was made with")
-    controller = Controller.of(setup)
-    for entry in left:
-        if not isinstance(entry, Decision):
-            raise ValueError("a log is of one controller")
-        actions = tuple(controller.on(entry.event))
-        yield entry, Decision(controller.epoch, entry.event, actions)

@@ -11,9 +11,11 @@ Note [Capacity]
 Note [Hysteresis]
     A drop starts at 95 % of the present memory, a restore at less than 50 % of the memory without any drop, so the one
     does not cause the other. For a restore that has to last for the dwell, with nothing pending in any sample, and the
-    load must not rise: the mean of the later half of the last samples is at most that of the earlier half, so a load
-    that stays flat qualifies. On a square wave there is at most one restore in each low half: the next one needs a drop
-    before it.
+    load must not rise: the mean of the later half of the last samples is at most that of the earlier half. So a flat
+    load is as good as a falling one: below half of the memory without any drop there is room for all of it, each moment
+    with layers dropped costs the bubbles of a pipeline, and replicas without requests, whose load cannot fall, would
+    never have their layers back. On a square wave there is at most one restore in each low half: the next one needs a
+    drop before it.
 
 Note [Growth]
     Little is queued when memory has just become full, so with the R of Fig. 6 a few replicas would merge, and the next

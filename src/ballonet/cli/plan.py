@@ -98,10 +98,12 @@ def add_whatif(commands: Any) -> None:
         computed. Prints a line of JSON for each policy, with the keys of `load`, and policy, steps, kv_bytes (at the
         most), stalled and moved (seconds that steps waited), swaps, and models, where there are several; a policy that
         does not fit has policy and error alone. Exits with 1 where no policy answers a request. Policies: stock, split
-        (of several models, each with an even part of the budget) and swap (one of them at a time on the device) are
-        transformers' own cache and scheduler; fast is ballonet; full is --batches full, and the others are fast with a
-        part switched off: lru, uncapped, one-slot, two-slots, no-restoring, weights-fixed, activations-apart,
-        no-buffer, fixed-buffer. With --replicas several replicas of one model are simulated instead, without pages;
+        (of several models, each with an even part of the budget), pie (the same, and KV on the host as far as that
+        hides) and swap (one of them at a time computes) are transformers' own cache and scheduler; fast is ballonet;
+        unlimited is ballonet with memory for everything; full is --batches full, and the others are fast with a part
+        switched off: recompute (nothing goes to the host), no-turns, no-return, no-once (prices without the way there
+        and back), one-slot, two-slots, weights-fixed, activations-apart, no-buffer, fixed-buffer. With --replicas
+        several replicas of one model are simulated instead, without pages;
         policies, by what is done when their KV memory is full: queue, recompute, swap, migrate, drop. Then a line has
         policy, replicas, drops, restores, bytes_moved and bubble (waiting in pipelines), and --costs FILE may also have
         alpha, beta and gamma of chunks, or a list of batches to which they are fitted (chunks: pairs of tokens before

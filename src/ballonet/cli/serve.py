@@ -218,8 +218,9 @@ def add_load(commands: Any) -> None:
     """Describes the command."""
     parser = arguments.command(commands, "load", _load, "replay recorded requests against a server, and time it")
     parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, refused (those that
-        failed by HTTP 4xx), tokens, seconds, ttft_p50, ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput
-        (requests per second within the SLOs). Exits with 1 where all requests failed. Traces: CSV of Azure (2023,
+        failed by HTTP 4xx), tokens, seconds, ttft_p50, ttft_p99, tbt_p50, tbt_p99 (seconds; null where more failed than
+        a percentile leaves out), tokens_per_second, kept (requests within the SLOs, in each gap between two tokens),
+        goodput (how many of them a second). Exits with 1 where all requests failed. Traces: CSV of Azure (2023,
         2024), of BurstGPT, of lengths (num_prefill_tokens, num_decode_tokens) or of the turns of conversations; JSON of
         Mooncake, Qwen-Bailian, ShareGPT (with --tokenizer), or what `vllm bench serve --save-result --save-detailed`
         has written."""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
-from ..offload.policy.reclaim_order import Level
+from ..offload.policy.reclaim_order import PageSource
 from ..offload.policy.tuning import DEFAULT, ChaosMoves
 from .sources import ReclaimSource
 
@@ -109,13 +109,13 @@ class Chaos:
         """Reclaims or restores a random source now and then, of those that need no consent. A whole layer is taken
         however few pages it is asked for, and a layer goes back as a whole or not at all: so a restore is asked for all
         pages that are to spare, else layers would only ever leave. DriverError."""
-        sources = [entry for entry in sources if entry.level is not Level.DUPLICATES]
+        sources = [entry for entry in sources if entry.source is not PageSource.DUPLICATES]
         if sources and self._sources.randrange(self._tuning.seldom) == 0:
             source, pages = self._sources.choice(sources), self._sources.randint(1, self._tuning.pages)
             verb = self._sources.choice(("reclaim", "reclaim", "restore"))
             moved = source.reclaim(pages) if verb == "reclaim" else source.restore(sys.maxsize)
             with self._lock:
-                self._pulled[source.level.label, verb] += moved
+                self._pulled[source.source.label, verb] += moved
 
     def _draw(self, ranges: Sequence[P], way: Way) -> tuple[P, int] | None:
         """A random piece that can go that way, of a random range that has one."""

@@ -52,7 +52,10 @@ class MovableKV:
     def displace(self, piece: int) -> bool:
         """Copies the piece to its backing and maps it there. DriverError."""
         tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and extent.evict((piece,), tier.transfer, self._stream()) > 0
+        if tier is None or extent is None:
+            return False
+        tier.turns.validity = None  # the next iteration finds the piece away
+        return extent.evict((piece,), tier.transfer, self._stream()) > 0
 
     def demote(self, piece: int) -> bool:
         """Moves the backing from the peer to the host. DriverError."""

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from ..offload.manager.device_view import DeviceView
 from ..offload.manager.memory_manager import MemoryManager
-from ..offload.policy.reclaim_order import LISTED, Candidate, Level
+from ..offload.policy.reclaim_order import LISTED, Candidate, PageSource
 
 
 class ReclaimSource(Protocol):
-    """The source of one level. Pages are of the device."""
+    """What one source has. Pages are of the device."""
 
-    level: Level
+    source: PageSource
 
     @abstractmethod
     def would_free(self) -> int:
@@ -26,7 +26,7 @@ class ReclaimSource(Protocol):
 
     @abstractmethod
     def would_cost(self) -> tuple[float, float]:
-        """Returns (seconds of each iteration while all of them are away, seconds once)."""
+        """Returns (seconds lost in each second while all of them are away, seconds of their way there and back)."""
 
     @abstractmethod
     def reclaim(self, pages: int) -> int:
@@ -41,7 +41,7 @@ class ReclaimSource(Protocol):
 class Free(ReclaimSource):
     """Free pages."""
 
-    level = Level.TRIM
+    source = PageSource.TRIM
 
     def __init__(self, manager: MemoryManager) -> None:
         self._manager = manager
@@ -62,7 +62,7 @@ class Free(ReclaimSource):
 class IdleActivations(ReclaimSource):
     """Pages that lie wholly inside free blocks. They come back as blocks are asked for."""
 
-    level = Level.IDLE_ACTIVATIONS
+    source = PageSource.IDLE_ACTIVATIONS
 
     def __init__(self, device: DeviceView) -> None:
         self._device = device
@@ -81,10 +81,10 @@ class IdleActivations(ReclaimSource):
 
 
 class Listed(ReclaimSource):
-    """Offers of models and caches on one level."""
+    """Offers of models and caches that are one source."""
 
-    def __init__(self, manager: MemoryManager, level: Level) -> None:
-        self.level = level
+    def __init__(self, manager: MemoryManager, source: PageSource) -> None:
+        self.source = source
         self._manager = manager
 
     def would_free(self) -> int:
@@ -92,25 +92,25 @@ class Listed(ReclaimSource):
 
     def would_cost(self) -> tuple[float, float]:
         candidates = self._candidates()
-        return sum(candidate.pages * candidate.seconds for candidate in candidates), sum(
-            candidate.once for candidate in candidates
+        return sum(candidate.pages * candidate.price.rate for candidate in candidates), sum(
+            candidate.pages * candidate.price.once for candidate in candidates
         )
 
     def reclaim(self, pages: int) -> int:
-        return self._manager.levels.reclaim(self.level, pages)
+        return self._manager.sources.reclaim(self.source, pages)
 
     def restore(self, pages: int) -> int:
-        return self._manager.levels.restore(self.level, pages)
+        return self._manager.sources.restore(self.source, pages)
 
     def _candidates(self) -> list[Candidate]:
-        return [candidate for candidate in self._manager.reclaim.candidates() if candidate.level is self.level]
+        return [candidate for candidate in self._manager.reclaim.candidates() if candidate.source is self.source]
 
 
 class DropSource(ReclaimSource):
     """Layers that other replicas hold as well. A reclaim posts a request and frees nothing: see overview.py. The
     controller of the replicas weighs what running as a stage of a pipeline costs."""
 
-    level = Level.DUPLICATES
+    source = PageSource.DUPLICATES
 
     def __init__(self, manager: MemoryManager) -> None:
         self._duplicates = manager.duplicates
@@ -132,7 +132,7 @@ class DropSource(ReclaimSource):
 class Wait(ReclaimSource):
     """Waiting for other threads: this one gives the pages requested of it, and may get others."""
 
-    level = Level.WAIT
+    source = PageSource.WAIT
 
     def __init__(self, manager: MemoryManager, device: DeviceView) -> None:
         self._manager = manager
@@ -157,7 +157,7 @@ class Spill(ReclaimSource):
     """Pages of the host in the place of pages of the device: used by the core when an allocation finds nothing else,
     and given back by it as they become free."""
 
-    level = Level.SPILL
+    source = PageSource.SPILL
 
     def __init__(self, manager: MemoryManager, device: DeviceView, allowed: bool) -> None:
         self._manager = manager
@@ -183,13 +183,14 @@ class Spill(ReclaimSource):
 
 
 def sources(manager: MemoryManager, device: DeviceView, *, spill: bool) -> Sequence[ReclaimSource]:
-    """Returns the sources in the order of their levels. `spill`: may pages of the host stand in?"""
+    """Returns the sources, what costs nothing first and what is done last at the end. `spill`: may pages of the host
+    stand in?"""
     every: list[ReclaimSource] = [
         Free(manager),
         IdleActivations(device),
-        *(Listed(manager, level) for level in LISTED),
+        *(Listed(manager, source) for source in LISTED),
         DropSource(manager),
         Wait(manager, device),
         Spill(manager, device, spill),
     ]
-    return sorted(every, key=lambda source: source.level)
+    return sorted(every, key=lambda it: it.source)

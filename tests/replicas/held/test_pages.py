@@ -17,7 +17,7 @@ from ballonet.allocator import devices, install
 from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
 from ballonet.hooks.device import managers
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.offload.policy.reclaim_order import Level
+from ballonet.offload.policy.reclaim_order import PageSource
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of, manage
@@ -141,9 +141,9 @@ def test_dropped_layers_stay_dropped_until_they_are_released(
     assert taken
     for _ in range(12):
         assert torch.equal(logits(model), expected)
-        clock.now += DEFAULT.pages.dwell / 2
+        clock.now += 5.0
     assert managed.report().streamed == held.dropped == (4, 5)
-    assert manager.levels.restore(Level.HIDDEN_WEIGHTS, 10**6) == 0
+    assert manager.sources.restore(PageSource.HIDDEN_WEIGHTS, 10**6) == 0
     assert {candidate.index for candidate in manager.reclaim.candidates()}.isdisjoint({4, 5})
     host = managed.report().host_pages
     held.release()
@@ -151,7 +151,7 @@ def test_dropped_layers_stay_dropped_until_they_are_released(
     assert (held.dropped, managed.report().streamed, managed.report().host_pages) == ((), (4, 5), host)
     for _ in range(12):
         assert torch.equal(logits(model), expected)
-        clock.now += DEFAULT.pages.dwell / 2
+        clock.now += 5.0
     assert managed.report().streamed == ()
 
 

@@ -1,0 +1,61 @@
+"""The place of a generation loop among those of its device, which may have to take turns (offload/manager/turns.py)."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ...offload.manager.turns import LoopWork
+from .cache import ElasticPagedCache
+from .selection import RequestSLOs
+
+
+class PlaceInTurns:
+    """The place of one loop for as long as it lives. Used by its thread, but for `until`. `wake`: has the loop try soon
+    to make a batch."""
+
+    def __init__(self, cache: ElasticPagedCache, slos: RequestSLOs) -> None:
+        self.wake: Callable[[], object] = lambda: None
+        self._cache = cache
+        self._slos = slos
+        self._clock = cache.pages.client.manager.clock
+        self._turns, known = cache.pages.client.manager.turns, weakref.ref(self)
+        self.seats: Final = self._turns.seats  # of all loops of the device
+        self._seat = self._turns.join(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
+        self._came: float | None = None  # since when requests wait that have not begun; None: none does
+        self._counted = 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need
+
+    @property
+    def admits(self) -> bool:
+        """May requests begin?"""
+        return self._turns.admits
+
+    @property
+    def waits(self) -> bool:
+        """Does the loop wait for its turn?"""
+        return self._seat.until is not None
+
+    @property
+    def until(self) -> float:
+        """Until when the model is needed while it has requests, by the manager's clock: infinity if it may compute."""
+        return math.inf if (until := self._seat.until) is None else until
+
+    def may_step(self, active: Mapping[str, Any], waiting: Mapping[str, Any]) -> bool:
+        """May the loop compute now, with requests of which these have begun, and those wait?"""
+        if not waiting:
+            self._came = None
+        elif self._came is None:
+            self._came = self._clock()
+        if (len(active), len(waiting)) != self._counted[:2]:
+            states = *active.values(), *waiting.values()
+            kv = sum(self._cache.bytes_of(max(state.current_len(), len(state.initial_tokens))) for state in states)
+            self._counted = len(active), len(waiting), kv
+        due = self._slos.due(active, waiting.values(), self._seat.could)
+        return self._turns.may_step(self._seat, LoopWork(self._counted[2], bool(active), self._came, due))
+
+    def rest(self) -> None:
+        """Notes that there are no requests."""
+        if self._seat.work is not None:
+            self._turns.may_step(self._seat, None)

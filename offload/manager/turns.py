@@ -1,0 +1,187 @@
+"""Whose turn it is among the generation loops of a device (policy/turns.py): each says what it has to do before it
+makes a batch, and is told whether it may.
+
+Note [Who waits for a turn]
+    The model of a loop that waits for its turn is idle to everybody, as its scheduler says so (`Seat.until`): its
+    layers and its KV are taken before those of the model whose turn it is, and come back when its own turn begins.
+    Nothing moves because of a turn but by that.
+
+Note [Bursts]
+    A burst begins with one request, and while its queue is short models would share, until the first that has begun is
+    suspended as turns are cheaper after all. So a model is priced with the most KV that its requests needed of late,
+    which fades by half in each `TurnLengths.fades`.
+
+Note [Locks]
+    The lock of this is taken before the manager's. `Seat.until` is read under the manager's lock, so it takes none.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final, NamedTuple
+
+from ..policy.turns import SHARED, DeviceTurn, Room, TurnWork, Waiter, cheaper_in_turns, moved, next_turn
+from .client import ModelClient
+from .clients import ModelState
+from .overview import Overview
+from .reclaim import ReclaimList
+
+
+class LoopWork(NamedTuple):
+    """What a loop has to do: `kv`, bytes that its requests need; `runs`: has any begun, and not ended? `since`: when
+    the oldest that waits came, None where none does; `due`: until when it has to have the device for SLOs."""
+
+    kv: int
+    runs: bool
+    since: float | None
+    due: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """The place of a loop. `user`: its scheduler; `client`: returns its model, None once that is gone; `wake`: makes
+    the loop ask again soon. `work`: None where it has nothing to do. `could`: when it could compute last. `until`: the
+    same while it may not and has work, by which its model is idle; else None. `peak`: see Note [Bursts]."""
+
+    number: int
+    user: weakref.ref[Any]
+    client: Callable[[], ModelClient | None]
+    wake: Callable[[], object]
+    work: LoopWork | None = None
+    could: float = -math.inf
+    until: float | None = None
+    peak: tuple[int, float] = 0, -math.inf
+
+    def needs(self, kv: int, now: float, fades: float) -> int:
+        """Bytes of KV for which it is to be priced: what it needs, or what is left of the most that it needed."""
+        most, at = self.peak
+        self.peak = max(kv, round(most * 0.5 ** ((now - at) / fades))), now
+        return self.peak[0]
+
+    def since(self, work: LoopWork) -> float:
+        """When it began to wait for the device."""
+        return self.could if work.runs or work.since is None else max(self.could, work.since)
+
+
+class LoopTurns:
+    """The turns of a device's loops. Thread-safe."""
+
+    def __init__(self, known: Overview, reclaim: ReclaimList, bound: float) -> None:
+        """`bound`: seconds that a request waits for the turns of other models at most."""
+        self._known = known
+        self._reclaim = reclaim
+        self._bound = bound
+        self._patience = known.tuning.turns.patience
+        self._fades = known.tuning.turns.fades
+        self._lock = threading.Lock()
+        self._numbers = count(SHARED + 1)
+        self.seats: Final[dict[int, Seat]] = {}  # of all loops
+        self._turn = DeviceTurn()
+        self._priced: tuple[object, ...] = ()  # what the plan was chosen for
+        self._apart = False  # are turns the plan?
+        self._moves = 0.0  # seconds that copies take at the beginning of a turn
+
+    def join(self, user: object, client: Callable[[], ModelClient | None], wake: Callable[[], object]) -> Seat:
+        """Gives a loop, whose scheduler is `user`, its place for as long as that lives."""
+        with self._lock:
+            seat = Seat(next(self._numbers), weakref.ref(user), client, wake)
+            self.seats[seat.number] = seat
+            return seat
+
+    @property
+    def admits(self) -> bool:
+        """May the model whose turn it is begin requests?"""
+        return self._turn.admits
+
+    def may_step(self, seat: Seat, work: LoopWork | None) -> bool:
+        """Notes what a loop has to do, None for nothing. Returns whether it may compute now."""
+        if len(self.seats) < 2:  # nobody to share with
+            return True
+        with self._lock:
+            seat.work, before = work, self._turn.has
+            self._advance(self._known.clock())
+            awake = [other for other in self.seats.values() if other.until is None and other.work is not None]
+            changed = self._turn.has != before
+        if changed:
+            self._tell()
+            for other in awake:
+                if other is not seat:
+                    other.wake()
+        return seat.until is None
+
+    def _tell(self) -> None:
+        """Has the pages listed anew, as other models are idle now."""
+        holder = self.seats.get(self._turn.has)
+        model = None if holder is None else holder.client()
+        with self._known.lock:
+            state = None if model is None else self._known.clients.get(model)
+            self._known.turn = 0 if state is None else state.number
+            self._known.drain_core_events()
+            self._known.look(self._known.clock())
+            self._known.moved()
+            self._known.list.void()
+        self._reclaim.publish()
+
+    def _advance(self, now: float) -> None:
+        """Ends the turn if it is time, and begins the next."""
+        for number in [number for number, seat in self.seats.items() if seat.user() is None]:
+            del self.seats[number]
+        busy = {seat: seat.work for seat in self.seats.values() if seat.work is not None}
+        for seat in busy:
+            seat.could = now if seat.until is None else seat.could
+        works = ((seat.number, work.runs, work.since is None, work.kv.bit_length()) for seat, work in busy.items())
+        key = self._known.link.page_seconds, *works
+        if key != self._priced:
+            self._priced = key
+            self._price(busy, now)
+        if len(busy) > 1 and not self._apart:
+            self._turn = DeviceTurn()
+        elif busy:
+            waiters = [Waiter(seat.number, work.runs, seat.since(work), work.due) for seat, work in busy.items()]
+            self._turn = next_turn(now, self._turn, waiters, self._moves, self._patience, self._bound)
+        for seat in self.seats.values():
+            waits = seat in busy and self._turn.has not in (SHARED, seat.number)
+            seat.until = now if waits else None
+
+    def _price(self, busy: Mapping[Seat, LoopWork], now: float) -> None:
+        """Chooses the plan: are turns cheaper than sharing? Where the link is not measured models share."""
+        known, page_seconds = self._known, self._known.link.page_seconds
+        models = [
+            (seat.client(), work._replace(kv=seat.needs(work.kv, now, self._fades))) for seat, work in busy.items()
+        ]
+        with known.lock:
+            known.drain_core_events()  # else what was taken counts as free and as the model's
+            states = [(None if model is None else known.clients.get(model), work) for model, work in models]
+            works = [self._work_of(state, work, now) for state, work in states if state is not None]
+            room = Room(self._room(), page_seconds or 0.0)
+        margin, before = known.tuning.weights.margin, self._apart
+        self._moves = moved(works, room) if works else 0.0
+        self._apart = page_seconds is not None and cheaper_in_turns(
+            works, room, self._patience, self._bound, margin, before
+        )
+
+    def _work_of(self, state: ModelState, work: LoopWork, now: float) -> TurnWork:
+        """Returns what the model needs. The caller holds the manager's lock."""
+        link, page, pages = self._known.link.page_seconds, self._known.device.page_size, state.model.plan.pages
+        costs, _ = state.costs_at(state.last["decode"], link)
+        moving = pages if state.auto else ()
+        kv = -(-work.kv // page)
+        return TurnWork(
+            costs.seconds, sum(moving), max(moving, default=0), kv, state.model.floor, max(0.0, work.due - now)
+        )
+
+    def _room(self) -> int:
+        """Pages that layers which may move and KV have, or could have. The caller holds the manager's lock."""
+        known = self._known
+        layers = sum(
+            state.model.plan.device_pages - sum(state.model.plan.pages[layer] for layer in state.taken)
+            for state in known.clients.models
+            if state.auto
+        )
+        kv = sum(cache.device_pages for _, cache in known.clients.paged)
+        return max(0, known.pages.free - known.pages.mark) + layers + kv

@@ -1,0 +1,150 @@
+"""Models of one device that have work: do they share it, each present in part, or does each have it for a turn, present
+as a whole (spatial and temporal sharing, Oneiros §5.2)? And whose turn is it? Numbers in, decisions out.
+
+Note [Two plans, one price]
+    What either plan loses, as a part of the time, follows from `waits`: what a pass of each model waits for pages for
+    which there is no room. A pass of `seconds` hides copies of as many pages as cross the link in it, but for those of
+    the slot: T = max(n T_c, m T_T), with Oneiros' cap (§5.3) where it begins to wait. While models share the device
+    each of them passes once in a round, and together they lack what all of them need beyond the room. In turns each
+    waits for what it lacks alone, and once in a turn for what the others had in its place: only that moves. Another
+    plan has to save a part of the time (`WeightPlans.margin`). Where everything fits neither plan loses anything, and
+    models share.
+
+Note [How long a turn is]
+    While nobody waits a turn goes on, and whoever has work alone has the turn. Once a model has waited for `patience`
+    times what moves at its turn, the one whose turn it is begins no more requests, and the turn ends with the last that
+    runs. It ends in any case after `bound`, divided among those who wait, since when they did: so nobody waits for
+    longer than the bound and what moves in each turn, however many models there are and however long answers. SLOs of
+    requests that wait end it earlier (`due`), but no turn is shorter than what moves at its beginning takes: half of
+    the time at least is work. Next is who has waited longest, or whose SLO it is that ends the turn, unless somebody
+    has waited for the bound. The shorter turns have to be, the more is lost in them: models with strict SLOs share the
+    device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+SHARED: Final = 0  # the number of no model
+
+
+@dataclass(frozen=True, slots=True)
+class TurnWork:
+    """What a model with work needs. `seconds`: of a pass with every page present; `weights`: pages that can leave the
+    device, and of these the `slot` through which they stream; `kv`: pages for its requests; `floor`: pages that it
+    keeps; `slack`: seconds that SLOs let it wait for the device."""
+
+    seconds: float
+    weights: int
+    slot: int
+    kv: int
+    floor: int = 0
+    slack: float = math.inf
+
+    @property
+    def pages(self) -> int:
+        """All pages with which nothing is waited for."""
+        return self.weights + self.kv
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A model with work. `runs`: has any request begun, and not ended? `since`: when it began to wait for the device;
+    `due`: until when it has to have it for SLOs."""
+
+    number: int
+    runs: bool
+    since: float
+    due: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """`pages` for layers and KV, and `page_seconds` to copy one."""
+
+    pages: int
+    page_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTurn:
+    """Which model has the device since when, SHARED: all; does it begin requests?"""
+
+    has: int = SHARED
+    began: float = -math.inf
+    admits: bool = True
+
+
+def waits(works: Sequence[TurnWork], room: Room) -> float:
+    """Seconds that one pass of each model waits for pages. See Note [Two plans, one price]."""
+    short = sum(work.pages for work in works) - room.pages
+    if short <= 0:
+        return 0.0
+    hidden = sum(max(0.0, min(work.weights, work.seconds / room.page_seconds) - work.slot) for work in works)
+    return max(0.0, short - hidden) * room.page_seconds
+
+
+def moved(works: Sequence[TurnWork], room: Room) -> float:
+    """Seconds that copies take at the beginning of a turn: of what others had in the place of the model's pages."""
+    short = sum(work.pages for work in works) - room.pages
+    return max(0, min(short, max(work.pages for work in works))) * room.page_seconds
+
+
+def longest(works: Sequence[TurnWork], moves: float, patience: float, bound: float) -> float:
+    """Seconds that a turn takes if all of these models have work until its end."""
+    slack = min(work.slack for work in works)
+    return max(moves, min(patience * moves, bound / (len(works) - 1), slack))
+
+
+def lost_shared(works: Sequence[TurnWork], room: Room) -> float:
+    """The part of the time that is lost while the models share the device."""
+    lost = waits(works, room)
+    return lost / (lost + sum(work.seconds for work in works))
+
+
+def lost_in_turns(works: Sequence[TurnWork], room: Room, patience: float, bound: float) -> float:
+    """The part of the time that is lost while each model has the device for a turn."""
+    floors, moves = sum(work.floor for work in works), moved(works, room)
+    turn = longest(works, moves, patience, bound)
+    alone = [
+        lost_shared([work], Room(room.pages - floors + work.floor, room.page_seconds)) * (turn - moves)
+        for work in works
+    ]
+    return (moves + sum(alone) / len(works)) / turn if turn else 0.0
+
+
+def cheaper_in_turns(
+    works: Sequence[TurnWork], room: Room, patience: float, bound: float, margin: float, now: bool
+) -> bool:
+    """Are turns the cheaper plan? `now`: they are the present one; the other has to save the part `margin`."""
+    if len(works) < 2:
+        return False
+    saved = lost_shared(works, room) - lost_in_turns(works, room, patience, bound)
+    return saved > (-margin if now else margin) and waits(works, room) > 0
+
+
+def next_turn(
+    now: float, turn: DeviceTurn, waiters: Sequence[Waiter], moves: float, patience: float, bound: float
+) -> DeviceTurn:
+    """Returns whose turn is next. `moves`: seconds at the beginning of a turn. See Note [How long a turn is]."""
+    others = [waiter for waiter in waiters if waiter.number != turn.has]
+    if len(others) == len(waiters):  # at first who runs, then who has waited longest
+        first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
+        return DeviceTurn(first.number, now)
+    if not others:
+        return DeviceTurn(turn.has, turn.began)
+    first = min(others, key=lambda it: (it.since, it.number))
+    hurried = min(others, key=lambda it: (it.due, it.since, it.number))
+    waited = now - max(first.since, turn.began)
+    if now - turn.began >= moves:
+        if now - first.since < bound and now >= hurried.due:
+            return DeviceTurn(hurried.number, now)
+        if now - first.since >= bound or waited >= bound / len(others):
+            return DeviceTurn(first.number, now)
+    if waited < patience * moves:
+        return DeviceTurn(turn.has, turn.began)
+    runs = any(waiter.runs for waiter in waiters if waiter.number == turn.has)
+    return DeviceTurn(turn.has, turn.began, admits=False) if runs else DeviceTurn(first.number, now)

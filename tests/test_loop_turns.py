@@ -1,0 +1,286 @@
+"""Models that share a device or take turns on it: the price of either plan, whose turn it is, and what loops do."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.manager.memory_manager import MemoryManager
+from ballonet.offload.manager.turns import LoopTurns, LoopWork, Seat
+from ballonet.offload.policy.plan import fewest
+from ballonet.offload.policy.turns import (
+    SHARED,
+    DeviceTurn,
+    Room,
+    TurnWork,
+    Waiter,
+    cheaper_in_turns,
+    lost_in_turns,
+    lost_shared,
+    moved,
+    next_turn,
+    waits,
+)
+
+from .fake_manager import EQUAL, LINK, PAGE, FakeModel, a_manager
+from .tuned import Clock
+
+PATIENCE, BOUND, MARGIN = 20.0, 3.0, 0.05
+MODEL = TurnWork(seconds=9.2e-3, weights=32 * 52, slot=52, kv=200)  # of 8B, in pages of 8 MiB
+ROOM = Room(2500, 8 * 2**20 / 55e9)  # 24 GiB, without embeddings and heads of two such
+FAST = replace(ROOM, page_seconds=8 * 2**20 / 450e9)
+
+
+def in_turns(works: list[TurnWork], room: Room, now: bool = False) -> bool:
+    return cheaper_in_turns(works, room, PATIENCE, BOUND, MARGIN, now)
+
+
+def test_two_models_that_lack_a_third_of_their_pages_take_turns() -> None:
+    """1,228 pages are short, and a pass hides copies of 8 each: a round of 18 ms waits for 185 ms. In turns of 3 s 187
+    ms go into moving."""
+    assert waits([MODEL, MODEL], ROOM) == pytest.approx(0.185, abs=1e-3)
+    assert moved([MODEL, MODEL], ROOM) == pytest.approx(0.187, abs=1e-3)
+    assert lost_shared([MODEL, MODEL], ROOM) == pytest.approx(0.91, abs=0.01)
+    assert lost_in_turns([MODEL, MODEL], ROOM, PATIENCE, BOUND) == pytest.approx(0.062, abs=1e-3)
+    assert in_turns([MODEL, MODEL], ROOM)
+
+
+def test_models_share_where_all_fit_or_copies_hide() -> None:
+    assert not in_turns([MODEL, MODEL], replace(ROOM, pages=2 * MODEL.pages))
+    assert not in_turns([MODEL, MODEL], replace(FAST, pages=2 * MODEL.pages - 800)), "each pass hides 441 pages"
+    assert in_turns([MODEL, MODEL], replace(ROOM, pages=2 * MODEL.pages - 800))
+    assert not in_turns([MODEL], ROOM), "alone it has the device in any case"
+
+
+def test_strict_slos_and_a_bound_of_nothing_have_models_share() -> None:
+    hurried = replace(MODEL, slack=0.1)
+    assert lost_in_turns([MODEL, hurried], ROOM, PATIENCE, BOUND) == 1, "a turn lasts as long as what moves"
+    assert not in_turns([MODEL, hurried], ROOM)
+    assert not cheaper_in_turns([MODEL, MODEL], ROOM, PATIENCE, 0.0, MARGIN, False)
+
+
+def test_the_present_plan_stays_where_the_other_saves_little() -> None:
+    def saved(pages: int) -> float:
+        works, room = [MODEL, MODEL], replace(ROOM, pages=pages)
+        return lost_shared(works, room) - lost_in_turns(works, room, PATIENCE, BOUND)
+
+    pages = next(pages for pages in range(2 * MODEL.pages, 0, -1) if 0 < saved(pages) < MARGIN)
+    assert not in_turns([MODEL, MODEL], replace(ROOM, pages=pages), now=False)
+    assert in_turns([MODEL, MODEL], replace(ROOM, pages=pages), now=True)
+
+
+def test_a_floor_of_another_is_no_room_in_a_turn() -> None:
+    kept = replace(MODEL, floor=1500)
+    assert lost_in_turns([MODEL, kept], ROOM, PATIENCE, BOUND) > 0.5
+    assert lost_in_turns([MODEL, replace(MODEL, floor=500)], ROOM, PATIENCE, BOUND) < 0.1
+
+
+SIZES = st.builds(
+    TurnWork,
+    seconds=st.integers(0, 8).map(float),
+    weights=st.integers(3, 6),
+    slot=st.integers(1, 3),
+    kv=st.integers(0, 3),
+)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=2), st.integers(0, 18))
+def test_what_a_pass_waits_for_is_the_least_of_all_ways_to_go_without(works: list[TurnWork], pages: int) -> None:
+    """Brute force: each model frees so many pages of its layers, which stream through a slot and hide behind its pass,
+    and what is still short is read in place. A page takes a second."""
+    short = sum(work.pages for work in works) - pages
+    ways = [0.0] if short <= 0 else []
+    freed = [range(work.weights - work.slot + 1) for work in works]
+    for first in freed[0]:
+        for second in freed[1] if len(works) > 1 else [0]:
+            gone = [first, second][: len(works)]
+            if short > 0 and sum(gone) <= short:
+                streams = (
+                    max(0.0, count + work.slot - work.seconds) if count else 0.0
+                    for count, work in zip(gone, works, strict=True)
+                )
+                ways.append(sum(streams) + short - sum(gone))
+    assert waits(works, Room(pages, 1.0)) == pytest.approx(min(ways))
+
+
+def test_a_turn_goes_on_while_nobody_waits_and_ends_when_its_work_does() -> None:
+    mine = Waiter(1, True, 0.0)
+    assert next_turn(50.0, DeviceTurn(1, 0.0), [mine], 0.1, PATIENCE, BOUND) == DeviceTurn(1, 0.0)
+    other = Waiter(2, False, 0.5)
+    assert next_turn(1.0, DeviceTurn(1, 0.0), [other], 0.1, PATIENCE, BOUND) == DeviceTurn(2, 1.0)
+    assert next_turn(1.0, DeviceTurn(), [other, mine], 0.1, PATIENCE, BOUND) == DeviceTurn(1, 1.0), "who runs is there"
+
+
+def test_who_waits_long_has_the_other_end_what_runs_and_in_the_end_suspends_it() -> None:
+    works = [Waiter(1, True, 0.0), Waiter(2, False, 1.0)]
+
+    def at(now: float, *, runs: bool = True) -> DeviceTurn:
+        waiters = [replace(works[0], runs=runs), works[1]]
+        return next_turn(now, DeviceTurn(1, 0.0), waiters, 0.1, PATIENCE, BOUND)
+
+    assert at(2.9) == DeviceTurn(1, 0.0)
+    assert at(3.1) == DeviceTurn(1, 0.0, admits=False)
+    assert at(3.1, runs=False) == DeviceTurn(2, 3.1)
+    assert at(4.1) == DeviceTurn(2, 4.1)
+
+
+def test_an_slo_ends_a_turn_but_not_before_what_moved_has_paid() -> None:
+    works = [Waiter(1, True, 0.0), Waiter(2, False, 1.0), Waiter(3, False, 1.1, due=1.5)]
+    assert next_turn(1.4, DeviceTurn(1, 0.0), works, 0.1, PATIENCE, BOUND).has == 1
+    assert next_turn(1.6, DeviceTurn(1, 0.0), works, 0.1, PATIENCE, BOUND).has == 3
+    assert next_turn(1.6, DeviceTurn(1, 1.55), works, 0.1, PATIENCE, BOUND).has == 1
+
+
+@given(
+    models=st.integers(2, 4),
+    moves=st.floats(0.01, 0.5),
+    bound=st.floats(0.0, 4.0),
+    hurried=st.sets(st.integers(1, 4)),
+    steps=st.lists(st.floats(0.005, 0.3), min_size=20, max_size=60),
+    runs=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_nobody_waits_for_longer_than_the_bound_whatever_others_have_to_do(
+    models: int, moves: float, bound: float, hurried: set[int], steps: list[float], runs: list[bool]
+) -> None:
+    """All have work all the time, answers never end, and some have SLOs that are missed already."""
+    now, turn, since = 0.0, DeviceTurn(), dict.fromkeys(range(1, models + 1), 0.0)
+    longest, turns = 0.0, 0
+    for step in steps * 6:
+        waiters = [Waiter(n, runs[n - 1], since[n], 0.0 if n in hurried else math.inf) for n in since]
+        before, turn = turn, next_turn(now, turn, waiters, moves, PATIENCE, bound)
+        if turn.has != before.has:
+            assert before.has == SHARED or now - before.began >= moves or not runs[before.has - 1]
+            turns += 1
+            since[before.has if before.has in since else turn.has] = now
+            now += moves
+        now += step
+        longest = max([longest, *(now - came for number, came in since.items() if number != turn.has)])
+    assert longest <= bound + models * (moves + max(moves, max(steps)))
+    assert turns > 1 or now < bound + moves
+
+
+# Loops
+
+
+class Loop:
+    """A loop of a made-up model, with what it has to do."""
+
+    def __init__(self, turns: LoopTurns, model: FakeModel) -> None:
+        self.turns, self.model = turns, model
+        self.woken = 0
+        known = weakref.ref(self)
+        self.seat: Seat = turns.join(self, lambda: model, lambda: None if (it := known()) is None else it.wake())
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def asks(self, kv: int = 20, *, runs: bool = True, since: float | None = None, due: float = math.inf) -> bool:
+        may = self.turns.may_step(self.seat, LoopWork(kv * PAGE, runs, since, due))
+        return self.told(may)
+
+    def rests(self) -> None:
+        self.told(self.turns.may_step(self.seat, None))
+
+    def told(self, may: bool) -> bool:
+        self.model.wanted = math.inf if self.seat.until is None else self.seat.until
+        return may
+
+
+def two(pages: int) -> tuple[MemoryManager, Clock, Loop, Loop]:
+    """Models of 40 pages each on a device of so many; the second one came with little room, and streams."""
+    plan = fewest(EQUAL, min(40, pages - 41), Fraction(2))
+    _, manager, clock, models = a_manager(pages, {}, {"plan": plan}, turn=BOUND)
+    first, second = (Loop(manager.turns, model) for model in models)
+    return manager, clock, first, second
+
+
+def test_a_model_that_waits_for_its_turn_is_idle_and_gets_what_it_lacks_when_it_begins() -> None:
+    manager, clock, a, b = two(60)
+    assert a.asks()
+    a.model.step(manager)
+    clock.now = 1.0
+    assert not b.asks(runs=False, since=1.0)
+    assert a.asks()
+    assert manager.reclaim.candidates()[0].client == 2, "what waits gives first"
+    clock.now = 3.9
+    assert a.asks()
+    assert not b.asks(runs=False, since=1.0)
+    streamed, woken = len(b.model.plan.streamed), b.woken
+    clock.now = 4.0
+    assert not a.asks(), "though it still runs"
+    assert b.woken == woken + 1
+    assert b.asks(runs=False, since=1.0)
+    b.model.step(manager)
+    assert len(b.model.plan.streamed) < streamed
+    assert a.model.gone, "only what was missing"
+    assert a.model.device_pages + b.model.device_pages <= 60
+
+
+def test_pages_that_were_taken_are_room_once_although_nobody_has_looked_since() -> None:
+    plan = fewest(EQUAL, 19, Fraction(2))
+    device, manager, clock, models = a_manager(60, {}, {"plan": plan}, turn=BOUND)
+    a, b = (Loop(manager.turns, model) for model in models)
+    a.model.step(manager)
+    assert a.asks(kv=8)
+    assert not b.asks(kv=8, runs=False, since=0.0)
+    clock.now = 4.0
+    assert not a.asks(kv=8)
+    assert device.want(30, b.model), "of the model that waits"
+    assert b.asks(kv=4, since=0.0)
+    assert not a.asks(kv=4, since=0.0), "the device has no more pages than before"
+
+
+def test_models_that_fit_share_and_nobody_waits() -> None:
+    manager, clock, a, b = two(140)
+    for _ in range(20):
+        clock.now += 1.0
+        assert a.asks()
+        assert b.asks()
+    assert manager.turns.admits
+
+
+def test_the_turn_ends_with_the_last_request_or_with_the_loop() -> None:
+    _, clock, a, b = two(60)
+    assert a.asks()
+    assert not b.asks(since=0.0)
+    a.rests()
+    assert b.woken == 1
+    assert b.asks(since=0.0)
+    assert not a.asks(runs=False, since=0.0)
+    turns = a.turns
+    model = b.model
+    del b
+    gc.collect()
+    assert a.asks(runs=False, since=0.0), "of a loop that has died"
+    assert model.wanted == math.inf
+    assert turns.admits
+    clock.now += 1.0
+    assert a.asks()
+
+
+def test_a_burst_is_priced_by_the_one_before_it_until_that_has_faded() -> None:
+    for pause, waits_then in ((5.0, True), (100.0, False)):
+        _, clock, a, b = two(84)
+        assert a.asks(kv=40)
+        assert not b.asks(kv=40, since=0.0)
+        a.rests()
+        b.rests()
+        clock.now += pause
+        assert a.asks(kv=1)
+        assert b.asks(kv=1, since=clock.now) is not waits_then
+
+
+def test_until_the_link_is_measured_models_share() -> None:
+    _, manager, _, models = a_manager(60, {}, {"plan": fewest(EQUAL, 15, Fraction(2))}, turn=BOUND, bandwidth=None)
+    a, b = (Loop(manager.turns, model) for model in models)
+    assert a.asks()
+    assert b.asks()
+    manager.link.bandwidth = LINK
+    assert {a.asks(), b.asks()} == {True, False}, "though nobody's work is another"
