@@ -124,37 +124,35 @@ def fewest(
     pages: Sequence[int],
     available: int,
     ratio: Fraction,
-    most: int | None = None,
     slots: tuple[int, ...] = DEFAULT.weights.slots,
 ) -> Plan | None:
     """Returns the fastest plan that fits `available` device pages: for each number of `slots` the one that streams the
-    fewest layers counts, no more than `most`. None where streaming as many as that does not fit."""
-    return _fewest(tuple(pages), available, ratio, len(pages) if most is None else most, slots)
+    fewest layers counts. None where nothing fits."""
+    return _fewest(tuple(pages), available, ratio, slots)
 
 
 @lru_cache(maxsize=1024)
-def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, most: int, slots: tuple[int, ...]) -> Plan | None:
-    plans = (_least(pages, available, count, most) for count in slots)
+def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, slots: tuple[int, ...]) -> Plan | None:
+    plans = (_least(pages, available, count) for count in slots)
     fitting = [plan for plan in plans if plan is not None]
     return min(fitting, key=lambda plan: (plan.expected(ratio).time, plan.host_pages), default=None)
 
 
-def _least(pages: Sequence[int], available: int, slots: int, most: int) -> Plan | None:
+def _least(pages: Sequence[int], available: int, slots: int) -> Plan | None:
     """Returns, of the plans that fit, the one that streams the fewest layers."""
-    fitting = _fitting(pages, available, slots, most)
+    fitting = _fitting(pages, available, slots)
     if len(set(pages)) == 1:
         return next(fitting, None)
     return min(fitting, key=lambda plan: len(plan.streamed), default=None)  # `spread` may find fewer for a larger count
 
 
-def smallest(pages: Sequence[int], most: int | None = None) -> int:
-    """Device pages that the layers need at least, however many of them stream, up to `most`."""
-    most = len(pages) if most is None else most
-    return min(streaming(pages, spread(pages, count), 1).device_pages for count in range(most + 1))
+def smallest(pages: Sequence[int]) -> int:
+    """Device pages that the layers need at least, however many of them stream."""
+    return min(streaming(pages, spread(pages, count), 1).device_pages for count in range(len(pages) + 1))
 
 
-def _fitting(pages: Sequence[int], available: int, slots: int, most: int) -> Iterator[Plan]:
-    for count in range(most + 1):
+def _fitting(pages: Sequence[int], available: int, slots: int) -> Iterator[Plan]:
+    for count in range(len(pages) + 1):
         plan = streaming(pages, spread(pages, count), slots)
         if plan.device_pages <= available:
             yield plan
