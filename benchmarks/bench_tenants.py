@@ -229,14 +229,16 @@ def measured(runs: Sequence[Run], traces: Sequence[Path], path: Path | None) -> 
         yield rows
     missing = [one for one in runs if one not in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=8) as pool:
-        running = {pool.submit(measure, one, traces): one for one in missing}
-        for done in as_completed(running):
-            one = running[done]
-            rows[one] = done.result()
-            with path.open("a") as file:
-                file.write(json.dumps({"key": one.key(code), "figures": rows[one]}) + "\n")
-            yield rows
+    # processes that are as good as new now and then, by pools: with max_tasks_per_child Python 3.11 waits for ever
+    for first in range(0, len(missing), 16):
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            running = {pool.submit(measure, one, traces): one for one in missing[first : first + 16]}
+            for done in as_completed(running):
+                one = running[done]
+                rows[one] = done.result()
+                with path.open("a") as file:
+                    file.write(json.dumps({"key": one.key(code), "figures": rows[one]}) + "\n")
+                yield rows
 
 
 def chosen_settings(chosen: Options) -> list[Setting]:
