@@ -237,6 +237,34 @@ def test_pages_that_were_taken_are_room_once_although_nobody_has_looked_since() 
     assert not a.asks(kv=4, since=0.0), "the device has no more pages than before"
 
 
+def test_prompts_of_several_loops_are_computed_one_after_the_other() -> None:
+    manager, clock, a, b = two(120)
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    assert not manager.turns.may_prompt(b.seat, 2.0), "it came later"
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    assert not manager.turns.may_prompt(a.seat, 3.0), "the next one of it came later"
+    assert b.woken == 1
+    assert manager.turns.may_prompt(b.seat, 2.0)
+    assert not manager.turns.may_prompt(b.seat, None), "there is none"
+    assert manager.turns.may_prompt(a.seat, 3.0)
+
+
+def test_loop_whose_prompt_waits_for_memory_or_that_is_gone_holds_up_nobody() -> None:
+    manager, clock, a, b = two(120)
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    manager.turns.may_prompt(a.seat, None)  # it found no memory
+    assert manager.turns.may_prompt(b.seat, 2.0)
+    assert manager.turns.may_prompt(a.seat, 1.0), "its turn again"
+    clock.now += BOUND
+    assert manager.turns.may_prompt(b.seat, 2.0), "the other one has not asked for long"
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    number = a.seat.number
+    del a
+    gc.collect()
+    assert manager.turns.may_prompt(b.seat, 2.0)
+    assert number in manager.turns.seats, "it is removed at the next step"
+
+
 def test_models_that_fit_share_and_nobody_waits() -> None:
     manager, clock, a, b = two(140)
     for _ in range(20):

@@ -162,6 +162,8 @@ class ElasticScheduler(Scheduler):
                 return [], False, False, 0, 0
             if not self.place.admits:
                 candidates = [state for state in candidates if state.request_id in self.active_requests]
+            if not alone:
+                candidates = self._in_order(candidates)
             selected = None if alone or waiting else self.repeated.again(candidates)
         if selected is not None:
             step = super()._process_candidates(candidates, len(candidates), *args)
@@ -177,12 +179,21 @@ class ElasticScheduler(Scheduler):
             requests = self.active_requests, waiting
             selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
             step = self._map_blocks(selected, token_budget, *args)
+            if not alone and not any(request.query_length > 1 for request in step[0]):
+                self.place.let_prompts_pass()
         scheduled = step[0]
         now = {request.state.request_id for request in scheduled}
         lacking = {state.request_id for state, _ in selected.left_out}
         self.cache.begins(now, self.active_requests.keys() - now - lacking if now else ())
         self._note_scheduled(scheduled, selected)
         return step
+
+    def _in_order(self, candidates: list[Any]) -> list[Any]:
+        """Leaves prompts out while it is another loop's turn to compute some; see manager/turns.py."""
+        prompts = {state.request_id for state in candidates if state.status != RequestStatus.DECODING}
+        if self.place.may_prompt(prompts) or not prompts:
+            return candidates
+        return [state for state in candidates if state.request_id not in prompts]
 
     def _try_to_meet_safety_margin(self) -> bool:
         """Does not look, as there is none: what no request has is freed before requests are selected."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from ...offload.manager.turns import LoopWork
@@ -25,6 +25,7 @@ class PlaceInTurns:
         self.seats: Final = self._turns.seats  # of all loops of the device
         self._seat = self._turns.join(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
         self._came: float | None = None  # since when requests wait that have not begun; None: none does
+        self._prompts: dict[str, float] = {}  # when requests came whose prompts are to be computed
         self._counted = 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need
 
     @property
@@ -55,7 +56,19 @@ class PlaceInTurns:
         due = self._slos.due(active, waiting.values(), self._seat.could)
         return self._turns.may_step(self._seat, LoopWork(self._counted[2], bool(active), self._came, due))
 
+    def may_prompt(self, prompts: Collection[str]) -> bool:
+        """May the next step compute prompts of these requests?"""
+        known, now = self._prompts, self._clock()
+        self._prompts = {name: known.get(name, now) for name in prompts}
+        return self._turns.may_prompt(self._seat, min(self._prompts.values(), default=None))
+
+    def let_prompts_pass(self) -> None:
+        """Notes that none of its prompts could be computed."""
+        self._turns.may_prompt(self._seat, None)
+
     def rest(self) -> None:
         """Notes that there are no requests."""
+        if self._prompts:
+            self.may_prompt(())
         if self._seat.work is not None:
             self._turns.may_step(self._seat, None)

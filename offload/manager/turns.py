@@ -11,6 +11,11 @@ Note [Bursts]
     suspended as turns are cheaper after all. So a model is priced with the most KV that its requests needed of late,
     which fades by half in each `TurnLengths.fades`.
 
+Note [One prompt after the other]
+    Each step of a prompt is a gap for whoever decodes on the device. Where several loops computed prompts at once their
+    steps would add up to one gap, and none would end sooner. So the loop whose prompt came first computes it, and the
+    others decode meanwhile; one whose prompt finds no memory lets others go before it.
+
 Note [Locks]
     The lock of this is taken before the manager's. `Seat.until` is read under the manager's lock, so it takes none.
 """
@@ -46,7 +51,9 @@ class LoopWork(NamedTuple):
 class Seat:
     """The place of a loop. `user`: its scheduler; `client`: returns its model, None once that is gone; `wake`: makes
     the loop ask again soon. `work`: None where it has nothing to do. `could`: when it could compute last. `until`: the
-    same while it may not and has work, by which its model is idle; else None. `peak`: see Note [Bursts]."""
+    same while it may not and has work, by which its model is idle; else None. `peak`: see Note [Bursts]. `prompt`:
+    when the oldest of its requests came whose prompt is to be computed, None where none is, or none could be; `asked`:
+    when it said so last."""
 
     number: int
     user: weakref.ref[Any]
@@ -56,6 +63,8 @@ class Seat:
     could: float = -math.inf
     until: float | None = None
     peak: tuple[int, float] = 0, -math.inf
+    prompt: float | None = None
+    asked: float = -math.inf
 
     def needs(self, kv: int, now: float, fades: float) -> int:
         """Bytes of KV for which it is to be priced: what it needs, or what is left of the most that it needed."""
@@ -113,6 +122,23 @@ class LoopTurns:
                 if other is not seat:
                     other.wake()
         return seat.until is None
+
+    def may_prompt(self, seat: Seat, since: float | None) -> bool:
+        """May the next step of a loop compute prompts, the oldest of which came at `since`, None for none? See Note
+        [One prompt after the other]."""
+        now = self._known.clock()
+        with self._lock:
+            before, seat.prompt, seat.asked = seat.prompt, since, now
+            prompts = [
+                (other.prompt, other.number, other)
+                for other in self.seats.values()
+                if other.prompt is not None and other.until is None and other.user() is not None
+                if other is seat or now - other.asked < self._bound  # else it computes nothing
+            ]
+            first = min(prompts, default=(0.0, 0, None))[2]
+        if first is not None and first is not seat and before not in (None, since):
+            first.wake()
+        return first is seat
 
     def _tell(self) -> None:
         """Has the pages listed anew, as other models are idle now."""
