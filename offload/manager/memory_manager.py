@@ -12,10 +12,10 @@ Note [Who asks when]
 
 Note [Events]
     Decisions are made on events. Each event that may change one gives the manager another `version`: a client comes,
-    goes, changes or is only kept; a plan, a time, the link or a grant changes; the list of what may be taken is out of
-    date. What the core does by itself shows in its own numbers: pages taken, free, requested, the
-    budget. And after each decision it is worked out when time alone may change it (`Overview.settle`): somebody becomes
-    idle, a shortage ends, a reserve is due, pages may be free for what is away. While pages are short that is at once.
+    goes, changes or is only kept; a plan, a time or the link changes; the list of what may be taken is out of date.
+    What the core does by itself shows in its own numbers: pages taken, free, requested, the budget. And after each
+    decision it is worked out when time alone may change it (`Overview.settle`): somebody becomes idle, a shortage ends,
+    a reserve is due, pages may be free for what is away. While pages are short that is at once.
     So a forward compares the version, the time, and the core's numbers; where they are those of the last decision it is
     told the same (`Overview.repeated`), and a decode step like the one before does not even ask
     (hooks/streaming/steps_alike.py, Note [Steps like the last]), nor does its cache (kv_tier.py).

@@ -1,6 +1,6 @@
-"""What changes who has pages: the reclaim list is made and published (`ReclaimList`), levels of the reclaim order are
-reclaimed and restored on request (`ReclaimSources`), models take back what they lent (`Repayment`), a model's plan
-changes (`ModelChange`).
+"""What changes who has pages: the reclaim list is made and published (`ReclaimList`), sources give pages and get
+them back on request (`ReclaimSources`), models take back what they lent (`Repayment`), a model's plan changes
+(`ModelChange`).
 
 Note [What is prepared]
     The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it

@@ -65,8 +65,8 @@ class TurnLengths:
     # twentieth of the time goes into moving, as the margin below which no other plan is worth it. Measured (2 models of
     # 8B on 34 GiB, 120 of Azure's requests): 106 kept their SLOs, with 10 times 93, with 5 times 53.
     patience: float = 20.0
-    # Seconds in which the KV that a model needed of late fades by half. Chosen: the dwell of pages. The same load: 106
-    # kept their SLOs, 66 where only what is needed now counts.
+    # Seconds in which the KV that a model needed of late fades by half. Chosen: a burst. The same load: 106 kept
+    # their SLOs, 66 where only what is needed now counts.
     fades: float = 10.0
 
 
@@ -129,8 +129,8 @@ class WeightPlans:
     # turn. Measured: the power of two above the longest of the last 16 prompts changes with 2 to 6 % of the requests of
     # three traces (Azure code, Mooncake, ShareGPT), of the last 8 with 9 to 13 %, of one alone with 56 to 84 %.
     sizes: int = 16
-    # Of so many decode steps that are alike two are looked at and timed (steps_alike.py, kv_tier.py): the 85 calls
-    # of Python that this takes are 5 a step then. Chosen.
+    # Decode steps that are alike, of which two are looked at and timed (steps_alike.py, kv_tier.py): the 85 calls of
+    # Python that this takes are 5 a step then. Chosen.
     sampled: int = 32
     # Parts of the link by which needs are told apart (coordinator.py): a thousandth. Chosen.
     link_parts: int = 1024
@@ -499,7 +499,7 @@ class Serving:
     # no step has copied any. Nothing hides there, so all of it.
     exposed: float = 1.0
     # Layers stream because a request's SLO allows it once no others have waited for so many seconds: a load that has
-    # gaps is a load, and to move layers forth and back costs more than it gives. Chosen: the dwell of pages.
+    # gaps is a load, and to move layers forth and back costs more than it gives. Chosen: a burst.
     behind: float = 10.0
     # eLLM §4.4.2: an event is `violations` within `window` iterations, and changes the buffer by `factor`.
     violations: int = 3
@@ -616,7 +616,7 @@ class Replicas:
     exchanging: float = 0.01
     # Microbatches that the error of predictions is the mean of: some seconds of a replica. Chosen.
     judged: int = 64
-    # Seconds for which pages that the levels of a replica lacked count as waited for: ten looks at the load. Chosen.
+    # Seconds for which pages that a replica lacked count as waited for: ten looks at the load. Chosen.
     wished: float = 1.0
     # Seconds between two reports of what a replica has moved and computed, for /metrics. Chosen: below what scrapes it.
     counting: float = 1.0
