@@ -52,7 +52,7 @@ def test_layers_are_taken_around_the_circle() -> None:
 
 @settings(max_examples=60)
 @given(models())
-def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(giver: Model) -> None:
+def test_layers_that_are_left_have_a_plan_whatever_part_of_the_list_is_taken(giver: Model) -> None:
     """Oneiros, how many: never a whole model, and what an SLO needs stays."""
     order = list(layers_given(giver, giver.plan.streamed))
     assert not {*order} & {*giver.plan.streamed}
@@ -168,6 +168,6 @@ def test_a_cap_grows_with_bandwidth_and_compute(
 
 
 @pytest.mark.parametrize("active", [False, True])
-def test_all_layers_of_a_model_but_a_slot_may_go(active: bool) -> None:
+def test_model_may_give_all_of_its_layers_but_a_slot(active: bool) -> None:
     offered = candidates(model("a", active=active), 1, (), 1.0, 0.0)
     assert sum(candidate.pages for candidate in offered) == sum(EQUAL) - smallest(EQUAL)

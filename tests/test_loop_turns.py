@@ -92,7 +92,7 @@ SIZES = st.builds(
 
 
 @given(st.lists(SIZES, min_size=1, max_size=2), st.integers(0, 18))
-def test_what_a_pass_waits_for_is_the_least_of_all_ways_to_go_without(works: list[TurnWork], pages: int) -> None:
+def test_pass_waits_for_the_least_of_all_ways_to_go_without(works: list[TurnWork], pages: int) -> None:
     """Brute force: each model frees so many pages of its layers, which stream through a slot and hide behind its pass,
     and what is still short is read in place. A page takes a second."""
     short = sum(work.pages for work in works) - pages
@@ -118,7 +118,7 @@ def test_a_turn_goes_on_while_nobody_waits_and_ends_when_its_work_does() -> None
     assert next_turn(1.0, DeviceTurn(), [other, mine], 0.1, PATIENCE, BOUND) == DeviceTurn(1, 1.0), "who runs is there"
 
 
-def test_who_waits_long_has_the_other_end_what_runs_and_in_the_end_suspends_it() -> None:
+def test_loop_that_waits_long_has_the_other_end_what_runs_and_then_suspends_it() -> None:
     works = [Waiter(1, True, 0.0), Waiter(2, False, 1.0)]
 
     def at(now: float, *, runs: bool = True) -> DeviceTurn:

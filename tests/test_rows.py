@@ -177,7 +177,7 @@ when: pages of the cache are exhausted, not before
 which model: idle with the lowest priority, else the most recently used; never a whole model
   bug policy/least-recently-used-gives-first offload/policy/price.py
   cpu test_giving.py::test_models_in_a_round_give_most_recently_used_first_once_their_turns_are_known
-  cpu test_giving.py::test_all_layers_of_a_model_but_a_slot_may_go
+  cpu test_giving.py::test_model_may_give_all_of_its_layers_but_a_slot
   cpu test_manager.py::test_idle_models_give_before_one_that_runs_and_important_ones_last
   cpu test_manager.py::test_of_equals_the_one_used_last_gives_first
   gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache

@@ -472,7 +472,7 @@ def test_an_idle_cache_gives_its_slots_to_who_asks() -> None:
     layers.check()
 
 
-def test_all_of_it_is_restored_when_there_is_room(device: Device, room: Any, streamed: Layers) -> None:
+def test_kv_that_goes_through_slots_is_restored_when_there_is_room(device: Device, room: Any, streamed: Layers) -> None:
     room.close()
     device.reap(wait=True)
     assert streamed.way().way is Way.STREAMED

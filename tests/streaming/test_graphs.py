@@ -489,7 +489,7 @@ def test_a_step_that_is_captured_reads_the_cache_that_was_there(model: Any, orig
         assert device.snapshot()["pages"]["kv"] == 0
 
 
-def test_what_a_graph_reads_outside_of_layers_stays_until_it_is_reset(model: Any, manager: Any) -> None:
+def test_weights_outside_of_layers_stay_until_a_graph_that_reads_them_is_reset(model: Any, manager: Any) -> None:
     with ballonet.manage(model) as managed:
         expected = logits(model)
         manager.clock.now += 5
@@ -505,7 +505,7 @@ def test_what_a_graph_reads_outside_of_layers_stays_until_it_is_reset(model: Any
         assert torch.equal(logits(model), expected)
 
 
-def test_what_lies_outside_of_layers_is_back_before_a_capture(model: Any, manager: Any) -> None:
+def test_weights_outside_of_layers_are_back_before_a_capture(model: Any, manager: Any) -> None:
     with ballonet.manage(model) as managed:
         logits(model)
         manager.clock.now += 5

@@ -140,7 +140,7 @@ def test_interval_none_and_slos_keep_all_of_an_idle_model(
 
 
 @pytest.mark.parametrize("rows", [1, 0], ids=["one row", "all rows"])
-def test_it_comes_back_before_a_forward_that_reads_many_rows_and_else_with_the_next(
+def test_head_comes_back_before_a_forward_that_reads_many_rows_else_with_the_next(
     model: Any, manager: Any, clock: Clock, rows: int
 ) -> None:
     with ballonet.manage(model) as managed:
@@ -190,7 +190,7 @@ ACTS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("tied", [False, True], ids=["a head of its own", "a tied head"])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("then", ["run", "sleep", "release"])
-def test_whatever_is_done_while_it_is_away_tokens_are_stocks(
+def test_tokens_are_stocks_whatever_is_done_while_the_head_is_away(
     manager: Any, clock: Clock, tied: bool, act: str, then: str
 ) -> None:
     with install.stock():
@@ -277,7 +277,7 @@ def test_without_room_it_is_read_on_the_host_and_tried_again(
         assert say(model).agrees(stock)
 
 
-def test_it_waits_while_somebody_reads_weights_by_reference(model: Any, manager: Any, clock: Clock) -> None:
+def test_head_waits_while_somebody_reads_weights_by_reference(model: Any, manager: Any, clock: Clock) -> None:
     with ballonet.manage(model) as managed:
         wanted = forward(model)
         clock.now += 5
