@@ -198,9 +198,12 @@ def test_a_long_answer_does_not_hold_up_the_model_that_is_not_there() -> None:
     assert [name for _, name, _ in log][-1] == "a"
 
 
-def test_models_that_do_not_fit_take_turns_and_none_waits_long_for_an_answer_of_another() -> None:
+def test_models_that_do_not_fit_take_turns_and_none_waits_long_for_an_answer_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two of 35 MiB on 60, over a slow link. One's answer of
     400 tokens takes 8 s: once the other has waited for 3 s it is suspended, and goes on later."""
+    monkeypatch.setenv("BALLONET_TURN", "3s")
     log: list[Decision] = []
     slow = replace(machine(60), link=100 * MIB)
     requests = [RecordedArrival(0.0, 32, 400)], [RecordedArrival(0.5, 32, 40)]
