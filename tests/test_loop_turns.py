@@ -176,7 +176,8 @@ class Loop:
         self.turns, self.model = turns, model
         self.woken = 0
         known = weakref.ref(self)
-        self.seat: Seat = turns.join(self, lambda: model, lambda: None if (it := known()) is None else it.wake())
+        self.seat: Seat = turns.seat(self, lambda: model, lambda: None if (it := known()) is None else it.wake())
+        turns.join(self.seat)
 
     def wake(self) -> None:
         self.woken += 1

@@ -45,6 +45,7 @@ class ElasticScheduler(Scheduler):
     for the KV of its prompt on the host. The order is that of the other base class."""
 
     cache: ElasticPagedCache
+    takes_turns = True  # does its model take turns with those of other loops (offload/manager/turns.py)?
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class ElasticScheduler(Scheduler):
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
         self.times = StepTimes(marks, driver, manager.tuning.records.pending)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
-        self.place = PlaceInTurns(cache, self.slos)
+        self.place = PlaceInTurns(cache, self.slos, self.takes_turns)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.pages.client.lacking = partial(pages_lacking, weakref.ref(memory))

@@ -18,14 +18,17 @@ class PlaceInTurns:
     """The place of one loop for as long as it lives. Used by its thread, but for `until`. `wake`: has the loop try soon
     to make a batch."""
 
-    def __init__(self, cache: ElasticPagedCache, slos: RequestSLOs) -> None:
+    def __init__(self, cache: ElasticPagedCache, slos: RequestSLOs, takes: bool) -> None:
+        """`takes`: does it take turns? Else it is as if there were no other loop."""
         self.wake: Callable[[], object] = lambda: None
         self._cache = cache
         self._slos = slos
         self._clock = cache.pages.client.manager.clock
         self._turns, known = cache.pages.client.manager.turns, weakref.ref(self)
-        self.seats: Final = self._turns.seats  # of all loops of the device
-        self._seat = self._turns.join(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
+        self._seat = self._turns.seat(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
+        if takes:
+            self._turns.join(self._seat)
+        self.seats: Final = self._turns.seats if takes else {}  # of all loops of the device with which it takes turns
         self._came: float | None = None  # since when requests wait that have not begun; None: none does
         self._prompts: dict[str, float] = {}  # when requests came whose prompts are to be computed
         self._counted = 0, 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need

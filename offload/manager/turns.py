@@ -13,13 +13,14 @@ Note [Bursts]
     A burst begins with one request, and while its queue is short models would share, until the first that has begun is
     suspended as turns are cheaper after all. So a model is priced with the most KV that its requests needed of late,
     which fades by half in each `TurnLengths.fades`, and for as long with its weights after its last request: where
-    three models have room for two, one that comes waits for the answers that run, although the third rests. Two of 8B
-    and one of 13B in bursts on 48 GiB: 473 of 500 requests kept their SLOs, without that 305 (bench_tenants.py).
+    three models have room for two, one that comes waits for the answers that run, although the third rests. With that,
+    shared turns and `present`, 473 of 500 requests of two models of 8B and one of 13B in bursts on 48 GiB kept their
+    SLOs, without them 305 (bench_tenants.py).
 
 Note [How many begin]
     What requests have that have begun is moved in each turn. So in turns no more begin than have room together, those
     of all models, beside the weights of the model whose turn it is (`LoopTurns.room`). Without that limit 200 requests
-    of two models waited half of the time for their KV, 423 tokens per second in the place of 1,113.
+    of two models waited half of the time for their KV.
 
 Note [One prompt after the other]
     Each step of a prompt is a gap for whoever decodes on the device. Where several loops computed prompts at once their
@@ -112,12 +113,14 @@ class LoopTurns:
         self._works: dict[int, TurnWork] = {}  # of each that has work, or had some of late
         self._pages = 0  # for layers and KV
 
-    def join(self, user: object, client: Callable[[], ModelClient | None], wake: Callable[[], object]) -> Seat:
-        """Gives a loop, whose scheduler is `user`, its place for as long as that lives."""
+    def seat(self, user: object, client: Callable[[], ModelClient | None], wake: Callable[[], object]) -> Seat:
+        """Makes the place of a loop, whose scheduler is `user`. It takes no turns until it joins."""
+        return Seat(next(self._numbers), weakref.ref(user), client, wake)
+
+    def join(self, seat: Seat) -> None:
+        """Has a loop take turns for as long as its scheduler lives."""
         with self._lock:
-            seat = Seat(next(self._numbers), weakref.ref(user), client, wake)
             self.seats[seat.number] = seat
-            return seat
 
     @property
     def admits(self) -> bool:
