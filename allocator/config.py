@@ -163,7 +163,7 @@ class Config:
     peer_bandwidth: int = 0  # bytes/s between the device and its peer on the stand-in; 0: as fast as memory
     chaos: int | None = None  # seed; None: no chaos
     reserve: float = 60.0  # seconds that pages which a model's KV had in use are kept free for it beside other models
-    turn: float = 3.0  # seconds that requests wait for other models' turns, where all have no room; 0: there are none
+    turn: float = 8.0  # seconds that requests wait for other models' turns, where all have no room; 0: there are none
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
     replica_faults: Path | None = None  # file of faults of replicas (testing/replica_faults.py); None: none
     control: bool = True  # may `ballonet budget` ask this process?

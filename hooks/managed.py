@@ -458,7 +458,8 @@ class Managed:
         finally:
             if changed and self._pieces is not None:
                 self._pieces.invalidate()  # the addresses in graphs may be others'
-        self._follow(model, 1)
+        with suppress(PoolExhausted):  # the layers are read in place until the manager finds room
+            self._follow(model, 1)
 
     def _follow(self, model: nn.Module, slots: int) -> None:
         layers = decoder_layers(model)

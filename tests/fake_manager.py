@@ -302,7 +302,14 @@ class FakeCache(PageClient):
     running = False
     pages = peer_pages = leaving_peer = displaced_on_peer = 0
 
-    def __init__(self, device: FakeDevice, manager: MemoryManager, clock: Clock, name: str = "cache") -> None:
+    def __init__(
+        self,
+        device: FakeDevice,
+        manager: MemoryManager,
+        clock: Clock,
+        name: str = "cache",
+        model: FakeModel | None = None,
+    ) -> None:
         self.device = device
         self.manager = manager
         self.clock = clock
@@ -315,7 +322,7 @@ class FakeCache(PageClient):
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
         self.demoted: list[int] = []
-        self.number = manager.add_client(self)
+        self.number = manager.add_client(self, model)
         device.caches.append(self)
 
     @property

@@ -45,7 +45,7 @@ class Process:
         pipes = [folder / f"{what}-{number}" for what in ("told", "said")]
         for pipe in pipes:
             os.mkfifo(pipe)
-        log = folder / f"log-{number}"
+        self._log = log = folder / f"log-{number}"
         log.touch()
         program = BEGIN.format(*map(repr, map(str, pipes)), (json.dumps(share), kind))
         self._fork = FORKS.start(program, {**os.environ, "XDG_RUNTIME_DIR": str(folder)}, log)
@@ -58,7 +58,9 @@ class Process:
 
     def answer(self) -> Any:
         """What it says once that is done."""
-        return json.loads(self._said.readline())
+        said = self._said.readline()
+        assert said, f"it has ended: {self._log.read_text()}"
+        return json.loads(said)
 
     def do(self, line: str) -> Any:
         """Both."""

@@ -29,7 +29,7 @@ from ballonet.offload.policy.turns import (
     waits,
 )
 
-from .fake_manager import EQUAL, LINK, PAGE, FakeModel, a_manager
+from .fake_manager import EQUAL, LINK, PAGE, FakeCache, FakeModel, a_manager
 from .tuned import Clock
 
 PATIENCE, BOUND, MARGIN = 20.0, 3.0, 0.05
@@ -176,7 +176,8 @@ class Loop:
         self.turns, self.model = turns, model
         self.woken = 0
         known = weakref.ref(self)
-        self.seat: Seat = turns.join(self, lambda: model, lambda: None if (it := known()) is None else it.wake())
+        self.seat: Seat = turns.seat(self, lambda: model, lambda: None if (it := known()) is None else it.wake())
+        turns.join(self.seat)
 
     def wake(self) -> None:
         self.woken += 1
@@ -235,6 +236,110 @@ def test_pages_that_were_taken_are_room_once_although_nobody_has_looked_since() 
     assert device.want(30, b.model), "of the model that waits"
     assert b.asks(kv=4, since=0.0)
     assert not a.asks(kv=4, since=0.0), "the device has no more pages than before"
+
+
+def test_model_that_is_there_as_a_whole_shares_the_turn_of_another_that_leaves_room_for_it() -> None:
+    plan = fewest(EQUAL, 5, Fraction(2))
+    _, manager, clock, models = a_manager(86, {}, {}, {"plan": plan}, turn=BOUND)
+    a, b, c = (Loop(manager.turns, model) for model in models)
+    for loop in (a, b):
+        assert loop.asks(kv=1)
+        loop.model.step(manager)
+    clock.now = 1.0
+    assert not c.asks(kv=20, runs=False, since=1.0), "some of it is away"
+    assert a.asks(kv=1)
+    assert b.asks(kv=1)
+    clock.now = 2.0
+    assert not b.asks(kv=40), "with so much KV there is no room for both"
+    assert a.asks(kv=1)
+    b.rests()
+    clock.now = 4.0
+    a.rests()
+    a.model.wanted = b.model.wanted = clock.now
+    assert c.asks(kv=20, runs=False, since=1.0)
+    streamed = len(c.model.plan.streamed)
+    c.model.step(manager)
+    assert len(c.model.plan.streamed) < streamed
+
+
+def test_model_that_had_work_of_late_counts_so_that_another_waits_for_the_answers_that_run() -> None:
+    """Three of 40 pages on 85: two have room, and the third has just ended."""
+    plan = fewest(EQUAL, 5, Fraction(2))
+    _, manager, clock, models = a_manager(86, {}, {}, {"plan": plan}, turn=BOUND)
+    a, b, c = (Loop(manager.turns, model) for model in models)
+    assert a.asks(kv=20)
+    clock.now = 0.1
+    a.rests()
+    assert b.asks(kv=1)
+    b.model.step(manager)
+    assert not c.asks(kv=1, runs=False, since=0.1), "its pages would come between two tokens"
+    b.rests()
+    assert c.asks(kv=1, runs=False, since=0.1)
+    c.rests()
+    clock.now = 60.0
+    assert b.asks(kv=1)
+    assert c.asks(kv=1), "what rests for long gives its pages"
+
+
+def test_loops_that_take_turns_begin_no_more_requests_than_all_have_room_for() -> None:
+    manager, _, a, b = two(60)
+    assert manager.turns.room(a.seat) == math.inf, "the models share so far"
+    assert a.asks()
+    a.model.step(manager)
+    assert not b.asks(runs=False, since=0.0)
+    assert manager.turns.room(a.seat) == 19 * PAGE, "beside its weights, and a page for the next tokens"
+    b.told(manager.turns.may_step(b.seat, LoopWork(20 * PAGE, True, None, begun=7 * PAGE)))
+    assert manager.turns.room(a.seat) == 12 * PAGE, "what the other one's have would have to be moved"
+
+
+def test_kv_comes_back_at_once_when_the_turn_of_its_model_begins() -> None:
+    device, manager, clock, models = a_manager(60, {}, {"plan": fewest(EQUAL, 10, Fraction(2))}, turn=BOUND)
+    a, b = (Loop(manager.turns, model) for model in models)
+    assert b.asks(kv=8)
+    cache = FakeCache(device, manager, clock, model=b.model)
+    cache.step(8)
+    b.model.wanted = clock.now
+    clock.now = 1.0
+    assert a.asks(kv=40)
+    a.model.step(manager)
+    for index in range(4):
+        cache.take(index)
+    clock.now = 2.0
+    assert not b.asks(kv=8)
+    a.rests()
+    a.model.wanted = clock.now
+    assert b.asks(kv=8)
+    b.model.step(manager)
+    cache.step()
+    assert not cache.away, "though nothing has waited for it yet"
+
+
+def test_prompts_of_several_loops_are_computed_one_after_the_other() -> None:
+    manager, _, a, b = two(120)
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    assert not manager.turns.may_prompt(b.seat, 2.0), "it came later"
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    assert not manager.turns.may_prompt(a.seat, 3.0), "the next one of it came later"
+    assert b.woken == 1
+    assert manager.turns.may_prompt(b.seat, 2.0)
+    assert not manager.turns.may_prompt(b.seat, None), "there is none"
+    assert manager.turns.may_prompt(a.seat, 3.0)
+
+
+def test_loop_whose_prompt_waits_for_memory_or_that_is_gone_holds_up_nobody() -> None:
+    manager, clock, a, b = two(120)
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    manager.turns.may_prompt(a.seat, None)  # it found no memory
+    assert manager.turns.may_prompt(b.seat, 2.0)
+    assert manager.turns.may_prompt(a.seat, 1.0), "its turn again"
+    clock.now += BOUND
+    assert manager.turns.may_prompt(b.seat, 2.0), "the other one has not asked for long"
+    assert manager.turns.may_prompt(a.seat, 1.0)
+    number = a.seat.number
+    del a
+    gc.collect()
+    assert manager.turns.may_prompt(b.seat, 2.0)
+    assert number in manager.turns.seats, "it is removed at the next step"
 
 
 def test_models_that_fit_share_and_nobody_waits() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import DriverError
+from ballonet.allocator.errors import DriverError, PoolExhausted
 from ballonet.hooks.forward.forwards import EnterLayer
 from ballonet.hooks.weights import follow
 from ballonet.hooks.weights.moving import MoveIn
@@ -163,6 +164,25 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
             stock.half()
         assert torch.equal(tokens(model), tokens(stock))
     assert contents(model) == contents(stock)
+
+
+@pytest.mark.counts
+def test_a_model_whose_layers_were_taken_is_followed_without_room_for_a_slot(device: Device) -> None:
+    model, stock = build(), build()
+    filler, left = (device.reserve(nbytes, "kv", device.group()) for nbytes in (BUDGET, 20 * PAGE))
+    left.map(0, 20)
+    with ballonet.manage(model) as managed:
+        with suppress(PoolExhausted):
+            for page in range(device.budget // PAGE):  # takes what layers have
+                filler.map(page, 1)
+        left.close()
+        with install.stock():
+            norm = model.model.norm.weight
+            model.model.norm.weight = nn.Parameter(norm.clone(), requires_grad=False)
+            del norm
+        assert torch.equal(logits(model), logits(stock))
+        assert managed.report().streamed
+        filler.close()
 
 
 @pytest.mark.parametrize(

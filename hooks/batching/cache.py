@@ -87,7 +87,9 @@ class ElasticPagedCache(PagedAttentionCache):
         )
         host: int = on.snapshot()["host_budget"] if on.host_pages else 0
         sectors = max(1, (budget + host) // self.bytes_per_sector)
-        self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name)
+        self.pages = SectorPages(
+            on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name, of=model.client()
+        )
         model.clients.add(self.pages.client)
         self.request_pages = RequestPages(on, self.pages, self.cache_allocators)
         self._hold(sectors, handler.bytes_per_block)

@@ -102,6 +102,13 @@ class RequestMemory:
             if lacking > 0:
                 self._cache.evict_kept(lacking * page)
 
+    def drop_unmovable(self) -> None:
+        """Drops KV that is only kept for prompts, once there is no request, and that the host has no room for: nobody
+        could take its pages."""
+        excess = self._cache.pages.client.device_pages - host_pages_left(self._cache.on)
+        if excess > 0:
+            self._cache.evict_kept(excess * self._cache.on.page_size)
+
     def raise_reserve(self) -> None:
         """Keeps more memory free from now on, as an admitted step ran out of memory."""
         self.extra_reserve += max(self.extra_reserve, self._measured().reserve)

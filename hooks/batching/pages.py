@@ -46,7 +46,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import BallonetError, DriverError, PoolExhausted
-from ...offload.manager.client import Offer, PageClient
+from ...offload.manager.client import ModelClient, Offer, PageClient
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.reclaim_order import PageSource
 from ...offload.residency.backing import Backing
@@ -67,8 +67,16 @@ class SectorClient(PageClient):
     """The `PageClient` of the pages of a paged KV cache. Used by the scheduling thread; the manager reads it on any.
     `lock`: held while pages are moved, and while others begin or end to read: see blocks.py, Note [Two threads]."""
 
-    def __init__(self, device: Device, group: Group, range_: Range, manager: MemoryManager, model: str) -> None:
-        """The pages of `range_`, of requests of a model that is called so. DriverError."""
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        range_: Range,
+        manager: MemoryManager,
+        model: str,
+        of: ModelClient | None = None,
+    ) -> None:
+        """The pages of `range_`, of requests of a model that is called so. `of`: the model. DriverError."""
         self.name = f"KV of requests of {model}"
         self.manager = manager
         self.lock = RLock()
@@ -91,7 +99,7 @@ class SectorClient(PageClient):
         self._changed = False  # since the manager was told
         self.only_cached = False  # is there nothing but blocks that are kept for prompts?
         self.lacking: Callable[[], int] = lambda: 0  # free pages that the step is about to take
-        self.number = manager.add_client(self)
+        self.number = manager.add_client(self, of)
 
     # -- for the manager
 
@@ -183,7 +191,8 @@ class SectorClient(PageClient):
         if self.manager.taken_of(self.number) or self._mover.away:
             self._look()
             if (away := self.displaced) and (pages := self.manager.restorable_pages(self.number, self.lacking())):
-                self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
+                back = [*self.away(reads), *self.away({*held}.difference(reads))][:pages]
+                self._changed |= self.restore(back) > 0 or away != self.displaced
         if self._changed or self.manager.pages.scarce:
             self._changed = False
             self.manager.client_changed(self.number)
@@ -349,10 +358,11 @@ class SectorPages:
         sector: int,
         model: str,
         parts: Sequence[tuple[int, int, int]] | None = None,
+        of: ModelClient | None = None,
     ) -> None:
-        """Backs the guard and the reserved sectors, for good. `model`: its name, for logs. `parts`: where the bytes of
-        a sector lie, as (offset, stride, bytes): those of sector s at offset + s * stride; None: all together.
-        torch.OutOfMemoryError, DriverError."""
+        """Backs the guard and the reserved sectors, for good. `model`: its name, for logs; `of`: itself. `parts`: where
+        the bytes of a sector lie, as (offset, stride, bytes): those of sector s at offset + s * stride; None: all
+        together. torch.OutOfMemoryError, DriverError."""
         self.sector = sector
         self.device = device
         self._parts = tuple(parts or ((0, sector, sector),))
@@ -363,7 +373,7 @@ class SectorPages:
         self._users = [0] * self.range.pieces  # sectors in use, by piece
         self.pages = 0  # under sectors in use, without the guard's
         self._sectors = sectors
-        self.client = SectorClient(device, group, self.range, managers.of(device), model)
+        self.client = SectorClient(device, group, self.range, managers.of(device), model, of)
         fixed = {piece for sector in range(RESERVED) for piece in self.pieces(sector)}
         self.fixed = len(fixed) * self._page  # bytes that are always backed, included in `nbytes`
         self._map(counted_runs((*range(self._front // self._page), *fixed)))

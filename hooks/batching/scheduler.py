@@ -45,6 +45,7 @@ class ElasticScheduler(Scheduler):
     for the KV of its prompt on the host. The order is that of the other base class."""
 
     cache: ElasticPagedCache
+    takes_turns = True  # does its model take turns with those of other loops (offload/manager/turns.py)?
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class ElasticScheduler(Scheduler):
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
         self.times = StepTimes(marks, driver, manager.tuning.records.pending)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
-        self.place = PlaceInTurns(cache, self.slos)
+        self.place = PlaceInTurns(cache, self.slos, self.takes_turns)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.pages.client.lacking = partial(pages_lacking, weakref.ref(memory))
@@ -157,11 +158,9 @@ class ElasticScheduler(Scheduler):
         alone = len(self.place.seats) < 2  # then it takes no turns
         selected = self.repeated.again(candidates) if alone and not waiting else None
         if selected is None:
-            if not self.place.may_step(self.active_requests, waiting):
-                self.starved_requests = []
+            if not alone and not (candidates := self.place.candidates(candidates, self.active_requests, waiting)):
+                self.starved_requests = []  # they wait for others
                 return [], False, False, 0, 0
-            if not self.place.admits:
-                candidates = [state for state in candidates if state.request_id in self.active_requests]
             selected = None if alone or waiting else self.repeated.again(candidates)
         if selected is not None:
             step = super()._process_candidates(candidates, len(candidates), *args)
@@ -177,6 +176,8 @@ class ElasticScheduler(Scheduler):
             requests = self.active_requests, waiting
             selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
             step = self._map_blocks(selected, token_budget, *args)
+            if not alone and not any(request.query_length > 1 for request in step[0]):
+                self.place.let_prompts_pass()
         scheduled = step[0]
         now = {request.state.request_id for request in scheduled}
         lacking = {state.request_id for state, _ in selected.left_out}
@@ -267,6 +268,8 @@ class ElasticScheduler(Scheduler):
             self._ended = math.inf
             return
         if self._ended == math.inf:
+            if len(self.place.seats) > 1:
+                self.memory.drop_unmovable()
             if self._streams:
                 self._trim()
             self._ended = now

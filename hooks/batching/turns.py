@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
+
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...offload.manager.turns import LoopWork
 from .cache import ElasticPagedCache
@@ -16,16 +18,20 @@ class PlaceInTurns:
     """The place of one loop for as long as it lives. Used by its thread, but for `until`. `wake`: has the loop try soon
     to make a batch."""
 
-    def __init__(self, cache: ElasticPagedCache, slos: RequestSLOs) -> None:
+    def __init__(self, cache: ElasticPagedCache, slos: RequestSLOs, takes: bool) -> None:
+        """`takes`: does it take turns? Else it is as if there were no other loop."""
         self.wake: Callable[[], object] = lambda: None
         self._cache = cache
         self._slos = slos
         self._clock = cache.pages.client.manager.clock
         self._turns, known = cache.pages.client.manager.turns, weakref.ref(self)
-        self.seats: Final = self._turns.seats  # of all loops of the device
-        self._seat = self._turns.join(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
+        self._seat = self._turns.seat(self, cache.model.client, lambda: None if (it := known()) is None else it.wake())
+        if takes:
+            self._turns.join(self._seat)
+        self.seats: Final = self._turns.seats if takes else {}  # of all loops of the device with which it takes turns
         self._came: float | None = None  # since when requests wait that have not begun; None: none does
-        self._counted = 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need
+        self._prompts: dict[str, float] = {}  # when requests came whose prompts are to be computed
+        self._counted = 0, 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need
 
     @property
     def admits(self) -> bool:
@@ -49,13 +55,49 @@ class PlaceInTurns:
         elif self._came is None:
             self._came = self._clock()
         if (len(active), len(waiting)) != self._counted[:2]:
-            states = *active.values(), *waiting.values()
-            kv = sum(self._cache.bytes_of(max(state.current_len(), len(state.initial_tokens))) for state in states)
-            self._counted = len(active), len(waiting), kv
+            begun, kv = (
+                sum(self._cache.bytes_of(max(state.current_len(), len(state.initial_tokens))) for state in some)
+                for some in (active.values(), waiting.values())
+            )
+            self._counted = len(active), len(waiting), begun + kv, begun
         due = self._slos.due(active, waiting.values(), self._seat.could)
-        return self._turns.may_step(self._seat, LoopWork(self._counted[2], bool(active), self._came, due))
+        return self._turns.may_step(
+            self._seat, LoopWork(self._counted[2], bool(active), self._came, due, self._counted[3])
+        )
+
+    def candidates(self, candidates: Sequence[Any], active: Mapping[str, Any], waiting: Mapping[str, Any]) -> list[Any]:
+        """Returns those of the candidates that the next step may be of, where `active` requests have begun, and
+        `waiting` ones not: none, unless the model may compute; and see offload/manager/turns.py."""
+        if not self.may_step(active, waiting):
+            return []
+        begin, room = self._turns.admits, self._turns.room(self._seat) - self._counted[3]
+        chosen = list[Any]()
+        for state in candidates:
+            if state.request_id not in active:
+                size = self._cache.bytes_of(len(state.initial_tokens))
+                if not begin or (size > room and (active or chosen)):
+                    begin = False
+                    continue
+                room -= size
+            chosen.append(state)
+        prompts = {state.request_id for state in chosen if state.status != RequestStatus.DECODING}
+        if prompts and not self._may_prompt(prompts):
+            chosen = [state for state in chosen if state.request_id not in prompts]
+        return chosen
+
+    def _may_prompt(self, prompts: Collection[str]) -> bool:
+        """May the next step compute prompts of these requests?"""
+        known, now = self._prompts, self._clock()
+        self._prompts = {name: known.get(name, now) for name in prompts}
+        return self._turns.may_prompt(self._seat, min(self._prompts.values(), default=None))
+
+    def let_prompts_pass(self) -> None:
+        """Notes that none of its prompts could be computed."""
+        self._turns.may_prompt(self._seat, None)
 
     def rest(self) -> None:
         """Notes that there are no requests."""
+        if self._prompts:
+            self._may_prompt(())
         if self._seat.work is not None:
             self._turns.may_step(self._seat, None)

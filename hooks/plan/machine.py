@@ -10,10 +10,11 @@ Note [Scale]
 
 Note [What is charged]
     For streamed layers a step waits as long as the schedule predicts for repeated passes (offload/policy/schedule.py).
-    Bytes that are read in place cross the link in each step, and nothing hides that: layers without a slot, KV of the
-    batch on the host. A step also waits for everything moved since the last one, of any model: KV to the host and back,
-    and its own layers that were away before it and are not now. On a GPU a part of that hides behind compute; here none
-    does.
+    A step also waits for everything moved since the last one, of any model: KV to the host and back, and its own layers
+    that were away before it and are not now. On a GPU a part of that hides behind compute of the same step; here none
+    does. Copies go one after the other. While the step of one model waits for them those of other models compute, as on
+    a GPU, where each loop has a stream of its own. Bytes that are read in place cross the link in each step, and
+    nothing hides that, nor does anybody else compute meanwhile: layers without a slot, KV of the batch on the host.
 """
 
 from __future__ import annotations
@@ -176,6 +177,24 @@ class Clock:
         return self.now
 
 
+class CopyQueue:
+    """The link, over which copies go one after the other. `stall`: seconds for which the step that was begun last waits
+    for streamed layers; `moved`: the same for all else that was moved since the one before."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.stall = self.moved = 0.0
+        self._clock = clock
+        self._until = 0.0  # copies that were begun take
+
+    def take_copies(self) -> float:
+        """Begins the copies of a step. Returns when they have ended."""
+        if seconds := self.stall + self.moved:
+            self._until = max(self._until, self._clock.now) + seconds
+            self.stall = self.moved = 0.0
+            return self._until
+        return self._clock.now
+
+
 class VirtualModel(PreTrainedModel, GenerationMixin):
     """A causal language model whose next token is always 0. `step`: called in each forward."""
 
@@ -247,8 +266,9 @@ class VirtualLoop:
         self.model = model
         self.answers: list[Answered] = []
         self.steps = self.looks = 0
-        self.ready_at = 0.0  # when to try again to prepare a step
-        self.moves: Callable[[], object] = lambda: None  # has the time of copies pass that a step made beside its own
+        self.ready_at = 0.0  # when to try again to prepare a step, or when all is there for the one that was begun
+        self.owed: float | None = None  # seconds for which the step that was begun has the device; None: none was
+        self.link = CopyQueue(clock)  # over which the copies come that its steps wait for
         self._clock = clock
         self._asks = asks
         self._waiting = list(reversed(tenant.arrivals))
@@ -263,7 +283,8 @@ class VirtualLoop:
             self.processor.scheduler.place.wake = self._wake
 
     def _wake(self) -> None:
-        self.ready_at = self._clock.now
+        if self.owed is None:
+            self.ready_at = self._clock.now
 
     def close(self) -> None:
         """Frees the cache."""
@@ -327,17 +348,25 @@ class VirtualLoop:
             self.ready_at = self._clock.now + DEFAULT.serving.look
         return prepared
 
-    def run(self) -> Decision:
-        """Computes the prepared step."""
+    def begin(self) -> Decision:
+        """Begins the prepared step: decides what it computes and moves, which takes no time yet."""
         chosen = tuple((entry.state.request_id, entry.query_length) for entry in self.batch)
         decided = self._clock.now, self.tenant.name, chosen
         self.processor._generation_step(self.model)
-        self.moves()
+        self.owed = self._clock.now - decided[0] - self.link.stall
+        self._clock.now = decided[0]
+        self.ready_at = self.link.take_copies()
+        return decided
+
+    def end(self) -> None:
+        """Computes the step that was begun."""
+        assert self.owed is not None
+        self._clock.now += self.owed
+        self.owed = None
         self.processor.update_batch()
         if not self.busy:
             self.processor.prepare_next_batch()  # as the loop does: its scheduler knows then that nothing is left
         self.steps += 1
-        return decided
 
     def take_answers(self, note: Callable[[], None]) -> None:
         """Takes in new tokens and errors of requests. `note`: called for each request that has ended."""
@@ -367,7 +396,8 @@ def _state(name: str, arrival: RecordedArrival, number: int) -> Any:
 
 
 class Charges:
-    """The charges of all models of one device. `moved`, `stalls`: seconds so far of copies, and of reads."""
+    """The charges of all models of one device, and their link. `moved`, `stalls`: seconds so far of copies, and of
+    waits for streamed layers and reads in place."""
 
     def __init__(self, device: Device, machine: Machine, clock: Clock, in_place: float) -> None:
         """`machine`: scaled, `Machine.here`; `in_place`: fraction of the link's bandwidth that reads in
@@ -380,7 +410,7 @@ class Charges:
         self._in_place = in_place
         self._clock = clock
         self._copied = 0
-        self._moving = 0.0
+        self.link = CopyQueue(clock)
         self._away: dict[int, frozenset[int]] = {}  # layers, by model, before its next step
         self.begin()
 
@@ -423,15 +453,11 @@ class Charges:
         back = sum(plan.pages[layer] for layer in self._away[id(residency)] - residency.arrangement.away)
         copied, self._copied = self._copied, self._total()
         moved = (self._copied - copied) / self._link + back * self._page
+        self.link.stall += stall
+        self.link.moved += moved
+        self.moved += moved
         self.stalls += stall + away * self._page / self._in_place
-        self._moving += moved
         return stall + away * self._page / self._in_place
-
-    def move(self) -> None:
-        """Advances the clock by the copies that the last step made beside those of its own layers and KV."""
-        self.moved += self._moving
-        self._clock.now += self._moving
-        self._moving = 0.0
 
     def _total(self) -> int:
         """Returns the bytes copied so far, without weights to the device: streamed layers are in the stalls, and

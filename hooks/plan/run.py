@@ -318,11 +318,15 @@ class _Run:
     def _stepped(self, loop: VirtualLoop) -> bool:
         if not self._clients.may_run(loop) or not loop.busy or loop.ready_at > self._clock.now:
             return False
-        self._clients.wait_returned()
-        if prepared := loop.prepare():
-            self._log.append(loop.run())
+        if loop.owed is None:
+            self._clients.wait_returned()
+            if loop.prepare():
+                self._log.append(loop.begin())
+        computes = loop.owed is not None and loop.ready_at <= self._clock.now
+        if computes:
+            loop.end()
         loop.take_answers(self._count_ended)
-        return prepared
+        return computes
 
     def _count_ended(self) -> None:
         self._done += 1
@@ -458,7 +462,7 @@ def _elastic(
             loop = VirtualLoop(tenant, model, clock, batching, asks)
             undo.callback(loop.close)
             model.step = partial(charges.step, loop, handle)
-            loop.moves = charges.move
+            loop.link = charges.link
             loops.append(loop)
             handles.append(handle)
         device.synchronize()

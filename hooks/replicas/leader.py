@@ -65,7 +65,10 @@ def limited(own: Memory, room: float) -> Memory:
 
 
 class GroupScheduler(ElasticFIFO):
-    """An ElasticFIFO that leaves out requests which are in a microbatch."""
+    """An ElasticFIFO that leaves out requests which are in a microbatch. It takes no turns: replicas on other devices
+    would wait with it."""
+
+    takes_turns = False
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class Situation:
     floors: Mapping[int, int] = field(default_factory=dict)
     peer_seconds: float | None = None
     peer_room: bool = False
-    turn: int = 0  # the number of the model whose turn it is; 0: of none
+    present: frozenset[int] = frozenset()  # models that are to be present as a whole (turns.py)
     prices: Prices = DEFAULT.prices
     horizon: float = DEFAULT.prices.horizon  # seconds that what is taken stays away
     assumed: float = DEFAULT.kv_reads.link  # of a link that is not measured, bytes per second
@@ -329,7 +329,7 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         return _made(now, state, point, standing, "every layer is resident")
     if state.faster is not None and state.faster.device_pages <= standing.device_pages:
         return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
-    if now.turn == state.number:
+    if state.number in now.present:
         plan = _within(now, state, point, standing, now.room(state))
         return _made(now, state, point, plan, "its turn: as few layers stream as those that wait leave room for")
     if point.phase == "decode" and state.lent == state.model.plan:

@@ -216,11 +216,13 @@ class MemoryManager:
 
     # -- page clients
 
-    def add_client(self, client: PageClient) -> int:
-        """Adds a page client until it is collected, and returns its number. Called on the thread that uses it first;
-        see clients.py, Note [Whose pages]."""
+    def add_client(self, client: PageClient, model: ModelClient | None = None) -> int:
+        """Adds a page client until it is collected, and returns its number. `model`: whose it is; None: where that is
+        not known yet. Called on the thread that uses it first; see clients.py, Note [Whose pages]."""
         with self._known.lock:
             number = self._known.clients.add_paged(client)
+            if model is not None and (state := self._known.clients.get(model)) is not None:
+                self._known.clients.claim(number, state)
         Finalizer(client, partial(self.remove_client, number))
         return number
 
@@ -298,6 +300,8 @@ class MemoryManager:
             pages = min(state.returning, away, spare)
             price = self.tuning.prices.returns * page_seconds
             pages = max(pages, kv_returns(state.waited, state.copied, away, spare, idle, price))
+            if state.model in self._known.present:  # the plan is priced with all of it here
+                pages = min(away, spare + idle)
             if pages:
                 self._known.returned(state)
                 state.waited = state.copied = 0.0

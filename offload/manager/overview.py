@@ -122,7 +122,7 @@ class Overview:
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
-        self.turn = 0  # the number of the model whose turn it is (turns.py); 0: of none
+        self.present = frozenset[int]()  # models that are to be present as a whole (turns.py)
         # (free pages, in marks, when a model got fewer than it would take; when that is looked at again)
         self.wanting: tuple[int, float] | None = None
         self.horizon = tuning.prices.horizon  # see price.py, Note [The price]
@@ -280,7 +280,7 @@ class Overview:
             self.clients.floors(),
             self.link.peer_page_seconds,
             self.peer()[0] > 0,
-            self.turn,
+            self.present,
             self.tuning.prices,
             self.horizon,
             self.tuning.kv_reads.link,

@@ -62,9 +62,9 @@ class TurnLengths:
     """When models of a device take turns (turns.py)."""
 
     # Times what moves at the beginning of a turn, that others wait until the present model begins no more requests: a
-    # twentieth of the time goes into moving, as the margin below which no other plan is worth it. Measured (2 models of
-    # 8B on 34 GiB, 120 of Azure's requests): 106 kept their SLOs, with 10 times 93, with 5 times 53.
-    patience: float = 20.0
+    # turn also costs that the last requests run with few beside them. Measured (`bench_tenants`, 500 requests, two
+    # models of 8B on 34 GiB, Azure's): 385 kept their SLOs, with 20 times 324, with 10 times 244, with 6 times 214.
+    patience: float = 40.0
     # Seconds in which the KV that a model needed of late fades by half. Chosen: a burst. The same load: 106 kept
     # their SLOs, 66 where only what is needed now counts.
     fades: float = 10.0

@@ -11,20 +11,20 @@ Note [Two plans, one price]
     models share.
 
 Note [How long a turn is]
-    While nobody waits a turn goes on, and whoever has work alone has the turn. Once a model has waited for `patience`
-    times what moves at its turn, the one whose turn it is begins no more requests, and the turn ends with the last that
-    runs. It ends in any case after `bound`, divided among those who wait, since when they did: so nobody waits for
-    longer than the bound and what moves in each turn, however many models there are and however long answers. SLOs of
-    requests that wait end it earlier (`due`), but no turn is shorter than what moves at its beginning takes: half of
-    the time at least is work. Next is who has waited longest, or whose SLO it is that ends the turn, unless somebody
-    has waited for the bound. The shorter turns have to be, the more is lost in them: models with strict SLOs share the
-    device.
+    While nobody waits a turn goes on, and whoever has work alone has the turn. Models that are present beside the one
+    whose turn it is share it, and it ends for them too. Once another has waited for `patience` times what moves at its
+    turn, these begin no more requests, and the turn ends with the last that runs. It ends in any case after `bound`,
+    divided among those who wait, since when they did: so nobody waits for longer than the bound and what moves in each
+    turn, however many models there are and however long answers. SLOs of requests that wait end it earlier (`due`), but
+    no turn is shorter than what moves at its beginning takes: half of the time at least is work. Next is who has waited
+    longest, or whose SLO it is that ends the turn, unless somebody has waited for the bound. The shorter turns have to
+    be, the more is lost in them: models with strict SLOs share the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -127,11 +127,18 @@ def cheaper_in_turns(
 
 
 def next_turn(
-    now: float, turn: DeviceTurn, waiters: Sequence[Waiter], moves: float, patience: float, bound: float
+    now: float,
+    turn: DeviceTurn,
+    waiters: Sequence[Waiter],
+    moves: float,
+    patience: float,
+    bound: float,
+    beside: Collection[int] = (),
 ) -> DeviceTurn:
-    """Returns whose turn is next. `moves`: seconds at the beginning of a turn. See Note [How long a turn is]."""
-    others = [waiter for waiter in waiters if waiter.number != turn.has]
-    if len(others) == len(waiters):  # at first who runs, then who has waited longest
+    """Returns whose turn is next. `moves`: seconds at the beginning of a turn; `beside`: models that share it, as they
+    are present. See Note [How long a turn is]."""
+    others = [waiter for waiter in waiters if waiter.number != turn.has and waiter.number not in beside]
+    if all(waiter.number != turn.has for waiter in waiters):  # at first who runs, then who has waited longest
         first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
         return DeviceTurn(first.number, now)
     if not others:
@@ -146,5 +153,5 @@ def next_turn(
             return DeviceTurn(first.number, now)
     if waited < patience * moves:
         return DeviceTurn(turn.has, turn.began)
-    runs = any(waiter.runs for waiter in waiters if waiter.number == turn.has)
+    runs = any(waiter.runs for waiter in waiters if waiter.number == turn.has or waiter.number in beside)
     return DeviceTurn(turn.has, turn.began, admits=False) if runs else DeviceTurn(first.number, now)

@@ -21,7 +21,17 @@ from ballonet.cli import arguments
 from ballonet.hooks import loading
 from ballonet.hooks.batching.pages import SectorClient
 from ballonet.hooks.device import managers
-from ballonet.hooks.plan.machine import Charges, Decision, Machine, MachineSizes, Tenant, VirtualLoop, dealt
+from ballonet.hooks.plan.machine import (
+    Charges,
+    Clock,
+    CopyQueue,
+    Decision,
+    Machine,
+    MachineSizes,
+    Tenant,
+    VirtualLoop,
+    dealt,
+)
 from ballonet.hooks.plan.run import POLICIES, default, named, run
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.streaming.model_residency import ModelResidency
@@ -198,9 +208,12 @@ def test_a_long_answer_does_not_hold_up_the_model_that_is_not_there() -> None:
     assert [name for _, name, _ in log][-1] == "a"
 
 
-def test_models_that_do_not_fit_take_turns_and_none_waits_long_for_an_answer_of_another() -> None:
+def test_models_that_do_not_fit_take_turns_and_none_waits_long_for_an_answer_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two of 35 MiB on 60, over a slow link. One's answer of
     400 tokens takes 8 s: once the other has waited for 3 s it is suspended, and goes on later."""
+    monkeypatch.setenv("BALLONET_TURN", "3s")
     log: list[Decision] = []
     slow = replace(machine(60), link=100 * MIB)
     requests = [RecordedArrival(0.0, 32, 400)], [RecordedArrival(0.5, 32, 40)]
@@ -212,6 +225,26 @@ def test_models_that_do_not_fit_take_turns_and_none_waits_long_for_an_answer_of_
     assert names[-1] == "a"
     assert figures["seconds"] < 0.8 * shared["seconds"]
     assert figures["stalled"] + figures["moved"] < shared["stalled"] / 4
+
+
+def test_another_model_computes_while_a_step_waits_for_its_copies() -> None:
+    log: list[Decision] = []
+    slow = replace(machine(60), link=400 * MIB)
+    figures = simulated("no-turns", slow, [RecordedArrival(0.0, 32, 40)], [RecordedArrival(0.0, 32, 40)], log=log)
+    together = [(one[1], other[1]) for one, other in itertools.pairwise(log) if one[0] == other[0]]
+    assert {("a", "b"), ("b", "a")}.intersection(together), "both were begun at one time"
+    compute = 2 * (LINEAR.seconds(Step(32, 32)) + sum(LINEAR.seconds(Step(1, 33 + n)) for n in range(39)))
+    assert compute < figures["seconds"] < compute + 0.9 * (figures["stalled"] + figures["moved"])
+
+
+def test_copies_of_several_steps_go_one_after_the_other() -> None:
+    clock = Clock()
+    link = CopyQueue(clock)
+    assert link.take_copies() == 0.0, "there are none"
+    for moment, seconds, landed in ((1.0, 2.0, 3.0), (2.0, 0.5, 3.5), (5.0, 1.0, 6.0)):
+        clock.now, link.moved = moment, seconds
+        assert link.take_copies() == landed
+    assert link.take_copies() == clock.now, "those were taken once"
 
 
 def test_recomputing_moves_nothing_and_unlimited_waits_for_nothing() -> None:
