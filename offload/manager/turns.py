@@ -122,10 +122,9 @@ class LoopTurns:
         with self._lock:
             self.seats[seat.number] = seat
 
-    @property
-    def admits(self) -> bool:
-        """May the model whose turn it is begin requests?"""
-        return self._turn.admits
+    def admits(self, seat: Seat) -> bool:
+        """May a model that may compute begin requests?"""
+        return self._turn.next in (SHARED, seat.number)
 
     def room(self, seat: Seat) -> float:
         """Bytes of KV that begun requests of a loop may have: while models take turns, what there is beside its weights
@@ -205,11 +204,14 @@ class LoopTurns:
             self._turn, self._beside = DeviceTurn(), frozenset()
         elif busy:
             waiters = [Waiter(seat.number, work.runs, seat.since(work), work.due) for seat, work in busy.items()]
-            self._beside, has = self._present(busy), self._turn.has
+            self._beside, before = self._present(busy), self._turn
             self._turn = next_turn(now, self._turn, waiters, self._moves, self._patience, self._bound, self._beside)
-            if self._turn.has != has:
+            if (self._turn.has, self._turn.next) != (before.has, before.next):
                 self._beside = self._present(busy)
-        self._have = frozenset({self._turn.has} if self._apart else {seat.number for seat in busy} if self._fit else ())
+        coming = self._beside.intersection((self._turn.next,))
+        self._have = (
+            coming.union((self._turn.has,)) if self._apart else frozenset(it.number for it in busy if self._fit)
+        )
         for seat in self.seats.values():
             waits = seat in busy and self._turn.has not in (SHARED, seat.number) and seat.number not in self._beside
             seat.until = now if waits else None
@@ -217,21 +219,33 @@ class LoopTurns:
     def _present(self, busy: Mapping[Seat, LoopWork]) -> frozenset[int]:
         """The models with work that share the turn: all of each is on the device, and there is room for it beside the
         one whose turn it is."""
-        if self._turn.has not in self._works:
+        turn, page = self._turn, self._known.device.page_size
+        if turn.has not in self._works:
             return frozenset()
-        left, whole = self._pages - self._works[self._turn.has].pages, []
+        ends = turn.next != SHARED
+        needs = {
+            seat.number: works.weights - (-work.begun // page) if ends else works.pages
+            for seat, work in busy.items()
+            if (works := self._works.get(seat.number)) is not None
+        }
+        left, whole = self._pages - needs.get(turn.has, 0), []
         with self._known.lock:
             self._known.drain_core_events()
             for seat in sorted(busy, key=lambda seat: (seat.until is not None, not busy[seat].runs, seat.number)):
-                model = seat.client()
+                model, pages = seat.client(), needs.get(seat.number)
                 state = None if model is None else self._known.clients.get(model)
-                if state is None or seat.number == self._turn.has or seat.number not in self._works:
+                if state is None or seat.number == turn.has or pages is None:
                     continue
-                pages = self._works[seat.number].pages
-                away = sum(
-                    cache.displaced for client, cache in self._known.clients.paged if client.model == state.number
-                )
-                if pages <= left and not (state.taken or state.model.plan.streamed or away):
+                if seat.number == turn.next:
+                    here = True  # what it lacks comes while the others end
+                    if seat.number in self._beside:
+                        pages = min(pages, left)
+                else:
+                    away = sum(
+                        cache.displaced for client, cache in self._known.clients.paged if client.model == state.number
+                    )
+                    here = not (state.taken or state.model.plan.streamed or away)
+                if pages <= left and here:
                     whole.append(seat.number)
                     left -= pages
         return frozenset(whole)

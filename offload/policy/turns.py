@@ -71,11 +71,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTurn:
-    """Which model has the device since when, SHARED: all; does it begin requests?"""
+    """Which model has the device since when, SHARED: all. `next`: whose turn it is once what runs has ended, SHARED:
+    the turn goes on; `ends`: since when that is so."""
 
     has: int = SHARED
     began: float = -math.inf
-    admits: bool = True
+    next: int = SHARED
+    ends: float = math.inf
 
 
 def waits(works: Sequence[TurnWork], room: Room) -> float:
@@ -137,12 +139,21 @@ def next_turn(
 ) -> DeviceTurn:
     """Returns whose turn is next. `moves`: seconds at the beginning of a turn; `beside`: models that share it, as they
     are present. See Note [How long a turn is]."""
+    busy = {waiter.number for waiter in waiters}
     others = [waiter for waiter in waiters if waiter.number != turn.has and waiter.number not in beside]
-    if all(waiter.number != turn.has for waiter in waiters):  # at first who runs, then who has waited longest
-        first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
-        return DeviceTurn(first.number, now)
+    comes = turn.next in busy and turn.next in beside  # it computes by now
+    if turn.has not in busy:  # at first who is there, then who runs, then who has waited longest
+        heir = (
+            turn.next
+            if comes
+            else min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number)).number
+        )
+        return DeviceTurn(heir, now)
+    runs = any(it.runs for it in waiters if it.number in {turn.has, *beside} and not (comes and it.number == turn.next))
+    if comes and (not runs or now - turn.ends >= bound):
+        return DeviceTurn(turn.next, now)
     if not others:
-        return DeviceTurn(turn.has, turn.began)
+        return turn if comes else DeviceTurn(turn.has, turn.began)
     first = min(others, key=lambda it: (it.since, it.number))
     hurried = min(others, key=lambda it: (it.due, it.since, it.number))
     waited = now - max(first.since, turn.began)
@@ -151,7 +162,10 @@ def next_turn(
             return DeviceTurn(hurried.number, now)
         if now - first.since >= bound or waited >= bound / len(others):
             return DeviceTurn(first.number, now)
+    if comes:
+        return turn
     if waited < patience * moves:
         return DeviceTurn(turn.has, turn.began)
-    runs = any(waiter.runs for waiter in waiters if waiter.number == turn.has or waiter.number in beside)
-    return DeviceTurn(turn.has, turn.began, admits=False) if runs else DeviceTurn(first.number, now)
+    return (
+        DeviceTurn(turn.has, turn.began, first.number, min(turn.ends, now)) if runs else DeviceTurn(first.number, now)
+    )
