@@ -13,9 +13,11 @@ Note [Two plans, one price]
 Note [How long a turn is]
     While nobody waits a turn goes on, and whoever has work alone has the turn. Models that are present beside the one
     whose turn it is share it, and it ends for them too. Once another has waited for `patience` times what moves at its
-    turn, these begin no more requests, and the turn ends with the last that runs. It ends in any case after `bound`,
-    divided among those who wait, since when they did: so nobody waits for longer than the bound and what moves in each
-    turn, however many models there are and however long answers. SLOs of requests that wait end it earlier (`due`), but
+    turn, these begin no more requests, and the turn ends with the last that runs. Meanwhile that other one, the next,
+    comes as soon as there is room for it, and begins (`beside`): what it lacks is copied while others compute. A turn
+    ends in any case after `bound`, divided among those who wait, since when they did, and the bound after it began to
+    end: so nobody waits for longer than the bound and what moves in each turn, however many models there are and
+    however long answers. SLOs of requests that wait end it earlier (`due`), but
     no turn is shorter than what moves at its beginning takes: half of the time at least is work. Next is who has waited
     longest, or whose SLO it is that ends the turn, unless somebody has waited for the bound. The shorter turns have to
     be, the more is lost in them: models with strict SLOs share the device.
@@ -142,16 +144,12 @@ def next_turn(
     busy = {waiter.number for waiter in waiters}
     others = [waiter for waiter in waiters if waiter.number != turn.has and waiter.number not in beside]
     comes = turn.next in busy and turn.next in beside  # it computes by now
-    if turn.has not in busy:  # at first who is there, then who runs, then who has waited longest
-        heir = (
-            turn.next
-            if comes
-            else min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number)).number
-        )
-        return DeviceTurn(heir, now)
-    runs = any(it.runs for it in waiters if it.number in {turn.has, *beside} and not (comes and it.number == turn.next))
-    if comes and (not runs or now - turn.ends >= bound):
+    runs = any(it.runs for it in waiters if it.number in {turn.has, *beside} - {turn.next})
+    if comes and (turn.has not in busy or not runs or now - turn.ends >= bound):
         return DeviceTurn(turn.next, now)
+    if turn.has not in busy:  # at first who runs, then who has waited longest
+        first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
+        return DeviceTurn(first.number, now)
     if not others:
         return turn if comes else DeviceTurn(turn.has, turn.began)
     first = min(others, key=lambda it: (it.since, it.number))
@@ -166,6 +164,6 @@ def next_turn(
         return turn
     if waited < patience * moves:
         return DeviceTurn(turn.has, turn.began)
-    return (
-        DeviceTurn(turn.has, turn.began, first.number, min(turn.ends, now)) if runs else DeviceTurn(first.number, now)
-    )
+    if runs:
+        return DeviceTurn(turn.has, turn.began, first.number, min(turn.ends, now))
+    return DeviceTurn(first.number, now)
