@@ -126,9 +126,24 @@ def test_loop_that_waits_long_has_the_other_end_what_runs_and_then_suspends_it()
         return next_turn(now, DeviceTurn(1, 0.0), waiters, 0.1, PATIENCE, BOUND)
 
     assert at(2.9) == DeviceTurn(1, 0.0)
-    assert at(3.1) == DeviceTurn(1, 0.0, admits=False)
+    assert at(3.1) == DeviceTurn(1, 0.0, next=2, ends=3.1)
     assert at(3.1, runs=False) == DeviceTurn(2, 3.1)
     assert at(4.1) == DeviceTurn(2, 4.1)
+
+
+def test_the_next_model_begins_while_the_last_answers_end_and_has_the_turn_after_them() -> None:
+    ends = DeviceTurn(1, 0.0, next=2, ends=3.1)
+    first, second, third = Waiter(1, True, 0.0), Waiter(2, True, 3.2), Waiter(3, False, 3.0)
+
+    def at(now: float, *waiters: Waiter) -> DeviceTurn:
+        return next_turn(now, ends, waiters, 0.1, PATIENCE, BOUND, beside=(2,))
+
+    assert at(3.5, first, second) == at(3.5, first, second, third) == ends, "both compute"
+    assert at(3.5, replace(first, runs=False), second) == DeviceTurn(2, 3.5), "though it has requests that wait"
+    assert at(3.5, second, third) == DeviceTurn(2, 3.5), "though another waits for longer"
+    assert at(3.2 + BOUND, first, second) == DeviceTurn(2, 3.2 + BOUND), "for what waits behind long answers"
+    assert at(3.0 + BOUND, first, second, third).has == 3, "it waited for the bound"
+    assert at(3.5, first) == DeviceTurn(1, 0.0), "the next one has no work any more: the turn goes on"
 
 
 def test_an_slo_ends_a_turn_but_not_before_what_moved_has_paid() -> None:
@@ -314,6 +329,34 @@ def test_kv_comes_back_at_once_when_the_turn_of_its_model_begins() -> None:
     assert not cache.away, "though nothing has waited for it yet"
 
 
+def test_the_next_model_comes_as_a_whole_while_answers_of_the_last_end_and_only_it_begins() -> None:
+    plan = fewest(EQUAL, 19, Fraction(2))
+    _, manager, clock, models = a_manager(100, {}, {"plan": plan}, turn=60.0)
+    a, b = (Loop(manager.turns, model) for model in models)
+
+    def asks(loop: Loop, kv: int, begun: int, since: float | None = None) -> bool:
+        return loop.told(loop.turns.may_step(loop.seat, LoopWork(kv * PAGE, begun > 0, since, begun=begun * PAGE)))
+
+    assert asks(a, 50, 50)
+    a.model.step(manager)
+    assert not asks(b, 20, 0, since=0.0)
+    assert manager.turns.admits(a.seat)
+    clock.now = 50.0  # longer than the patience, less than the bound
+    assert asks(a, 50, 50)
+    assert not manager.turns.admits(a.seat), "others have waited for long"
+    assert not asks(b, 20, 0, since=0.0), "there is no room for it yet"
+    assert asks(a, 30, 10)
+    assert asks(b, 20, 0, since=0.0)
+    assert manager.turns.admits(b.seat)
+    assert not manager.turns.admits(a.seat)
+    b.model.step(manager)
+    assert not b.model.plan.streamed, "all that it lacked has come"
+    assert asks(a, 30, 10), "beside it"
+    assert not asks(a, 20, 0, since=50.0), "what runs has ended, and it has more to do"
+    assert asks(b, 20, 20)
+    assert manager.turns.admits(b.seat)
+
+
 def test_prompts_of_several_loops_are_computed_one_after_the_other() -> None:
     manager, _, a, b = two(120)
     assert manager.turns.may_prompt(a.seat, 1.0)
@@ -348,7 +391,7 @@ def test_models_that_fit_share_and_nobody_waits() -> None:
         clock.now += 1.0
         assert a.asks()
         assert b.asks()
-    assert manager.turns.admits
+    assert all(manager.turns.admits(loop.seat) for loop in (a, b))
 
 
 def test_the_turn_ends_with_the_last_request_or_with_the_loop() -> None:
@@ -365,7 +408,7 @@ def test_the_turn_ends_with_the_last_request_or_with_the_loop() -> None:
     gc.collect()
     assert a.asks(runs=False, since=0.0), "of a loop that has died"
     assert model.wanted == math.inf
-    assert turns.admits
+    assert turns.admits(a.seat)
     clock.now += 1.0
     assert a.asks()
 

@@ -36,7 +36,7 @@ class PlaceInTurns:
     @property
     def admits(self) -> bool:
         """May requests begin?"""
-        return self._turns.admits
+        return self._turns.admits(self._seat)
 
     @property
     def waits(self) -> bool:
@@ -70,7 +70,7 @@ class PlaceInTurns:
         `waiting` ones not: none, unless the model may compute; and see offload/manager/turns.py."""
         if not self.may_step(active, waiting):
             return []
-        begin, room = self._turns.admits, self._turns.room(self._seat) - self._counted[3]
+        begin, room = self.admits, self._turns.room(self._seat) - self._counted[3]
         chosen = list[Any]()
         for state in candidates:
             if state.request_id not in active:

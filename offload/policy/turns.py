@@ -13,9 +13,11 @@ Note [Two plans, one price]
 Note [How long a turn is]
     While nobody waits a turn goes on, and whoever has work alone has the turn. Models that are present beside the one
     whose turn it is share it, and it ends for them too. Once another has waited for `patience` times what moves at its
-    turn, these begin no more requests, and the turn ends with the last that runs. It ends in any case after `bound`,
-    divided among those who wait, since when they did: so nobody waits for longer than the bound and what moves in each
-    turn, however many models there are and however long answers. SLOs of requests that wait end it earlier (`due`), but
+    turn, these begin no more requests, and the turn ends with the last that runs. Meanwhile that other one, the next,
+    comes as soon as there is room for it, and begins (`beside`): what it lacks is copied while others compute. A turn
+    ends in any case after `bound`, divided among those who wait, since when they did, and the bound after it began to
+    end: so nobody waits for longer than the bound and what moves in each turn, however many models there are and
+    however long answers. SLOs of requests that wait end it earlier (`due`), but
     no turn is shorter than what moves at its beginning takes: half of the time at least is work. Next is who has waited
     longest, or whose SLO it is that ends the turn, unless somebody has waited for the bound. The shorter turns have to
     be, the more is lost in them: models with strict SLOs share the device.
@@ -71,11 +73,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTurn:
-    """Which model has the device since when, SHARED: all; does it begin requests?"""
+    """Which model has the device since when, SHARED: all. `next`: whose turn it is once what runs has ended, SHARED:
+    the turn goes on; `ends`: since when that is so."""
 
     has: int = SHARED
     began: float = -math.inf
-    admits: bool = True
+    next: int = SHARED
+    ends: float = math.inf
 
 
 def waits(works: Sequence[TurnWork], room: Room) -> float:
@@ -137,12 +141,17 @@ def next_turn(
 ) -> DeviceTurn:
     """Returns whose turn is next. `moves`: seconds at the beginning of a turn; `beside`: models that share it, as they
     are present. See Note [How long a turn is]."""
+    busy = {waiter.number for waiter in waiters}
     others = [waiter for waiter in waiters if waiter.number != turn.has and waiter.number not in beside]
-    if all(waiter.number != turn.has for waiter in waiters):  # at first who runs, then who has waited longest
+    comes = turn.next in busy and turn.next in beside  # it computes by now
+    runs = any(it.runs for it in waiters if it.number in {turn.has, *beside} - {turn.next})
+    if comes and (turn.has not in busy or not runs or now - turn.ends >= bound):
+        return DeviceTurn(turn.next, now)
+    if turn.has not in busy:  # at first who runs, then who has waited longest
         first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
         return DeviceTurn(first.number, now)
     if not others:
-        return DeviceTurn(turn.has, turn.began)
+        return turn if comes else DeviceTurn(turn.has, turn.began)
     first = min(others, key=lambda it: (it.since, it.number))
     hurried = min(others, key=lambda it: (it.due, it.since, it.number))
     waited = now - max(first.since, turn.began)
@@ -151,7 +160,10 @@ def next_turn(
             return DeviceTurn(hurried.number, now)
         if now - first.since >= bound or waited >= bound / len(others):
             return DeviceTurn(first.number, now)
+    if comes:
+        return turn
     if waited < patience * moves:
         return DeviceTurn(turn.has, turn.began)
-    runs = any(waiter.runs for waiter in waiters if waiter.number == turn.has or waiter.number in beside)
-    return DeviceTurn(turn.has, turn.began, admits=False) if runs else DeviceTurn(first.number, now)
+    if runs:
+        return DeviceTurn(turn.has, turn.began, first.number, min(turn.ends, now))
+    return DeviceTurn(first.number, now)
