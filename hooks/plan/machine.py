@@ -184,7 +184,7 @@ class CopyQueue:
     def __init__(self, clock: Clock) -> None:
         self.stall = self.moved = 0.0
         self._clock = clock
-        self._until = 0.0  # copies that were begun take
+        self._until = 0.0  # when those that were begun have ended
 
     def take_copies(self) -> float:
         """Begins the copies of a step. Returns when they have ended."""

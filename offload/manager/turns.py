@@ -210,10 +210,10 @@ class LoopTurns:
             self._turn, self._beside = DeviceTurn(), frozenset()
         elif busy:
             waiters = [Waiter(seat.number, work.runs, seat.since(work), work.due) for seat, work in busy.items()]
-            self._beside, before = self._present(busy), self._turn
+            self._beside, before = self._sharing(busy), self._turn
             self._turn = next_turn(now, self._turn, waiters, self._moves, self._patience, self._bound, self._beside)
             if (self._turn.has, self._turn.next) != (before.has, before.next):
-                self._beside = self._present(busy)
+                self._beside = self._sharing(busy)
         coming = self._beside.intersection((self._turn.next,))
         self._have = (
             coming.union((self._turn.has,)) if self._apart else frozenset(it.number for it in busy if self._fit)
@@ -222,7 +222,7 @@ class LoopTurns:
             waits = seat in busy and self._turn.has not in (SHARED, seat.number) and seat.number not in self._beside
             seat.until = now if waits else None
 
-    def _present(self, busy: Mapping[Seat, LoopWork]) -> frozenset[int]:
+    def _sharing(self, busy: Mapping[Seat, LoopWork]) -> frozenset[int]:
         """The models with work that share the turn: there is room for each beside the one whose turn it is, and all of
         it is on the device, but for the next one, which comes while the turn ends."""
         turn, page = self._turn, self._known.device.page_size

@@ -66,8 +66,8 @@ class TurnLengths:
     # models of 8B on 34 GiB): of Azure's 454 kept their SLOs, with 20 times 441; of chat in bursts 322, with 20 times
     # 278, with 10 times 277.
     patience: float = 40.0
-    # Seconds in which the KV that a model needed of late fades by half. Chosen: a burst. The same load: 106 kept
-    # their SLOs, 66 where only what is needed now counts.
+    # Seconds in which the KV that a model needed of late fades by half. Chosen: a burst. Of 120 of
+    # Azure's requests 106 kept their SLOs, 66 where only what is needed now counts (before models shared turns).
     fades: float = 10.0
 
 
