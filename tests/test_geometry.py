@@ -22,7 +22,6 @@ geometries = st.builds(
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     page=st.sampled_from([PAGE, 3 * PAGE]),
     tokens=st.integers(1, 12),
-    kind=st.sampled_from(["inner", "slots"]),
 )
 
 
@@ -37,11 +36,11 @@ def addresses(g: Geometry, layer: int, values: bool) -> Iterator[tuple[tuple[int
 
 @settings(max_examples=60, deadline=None)
 @given(geometries)
-@example(Geometry(3, 3, 2, 5, 3, 2, PAGE, 7, "slots"))
+@example(Geometry(3, 3, 2, 5, 3, 2, PAGE, 7))
 def test_no_two_elements_share_a_byte_and_none_leaves_the_range(g: Geometry) -> None:
     seen: set[int] = set()
     count = 0
-    assert g.token_bytes % ALIGNMENT == g.sequence_bytes % g.page == 0
+    assert g.token_bytes % ALIGNMENT == g.reservation % g.page == 0
     for layer in range(g.layers):
         assert g.k_offset(layer) * g.itemsize % ALIGNMENT == g.v_offset(layer) * g.itemsize % ALIGNMENT == 0
     for layer, values in itertools.product(range(g.layers), (False, True)):
@@ -51,12 +50,12 @@ def test_no_two_elements_share_a_byte_and_none_leaves_the_range(g: Geometry) -> 
             seen.add(address)
             count += 1
     assert len(seen) == count
-    # What no view covers is the padding of the sections and the ends of the parts, and no more.
-    padding = g.k_bytes + g.v_bytes - g.side_by_side * g.heads * (g.k_dim + g.v_dim) * g.itemsize
+    # What no view covers is the padding of the sections and the end of the range, and no more.
+    padding = g.k_bytes + g.v_bytes - g.batch * g.heads * (g.k_dim + g.v_dim) * g.itemsize
     assert 0 <= padding < 2 * ALIGNMENT
-    tails = g.parts * (g.sequence_bytes - g.tokens * g.token_bytes)
-    assert 0 <= tails < g.parts * g.page
-    assert g.reservation == count * g.itemsize + g.parts * g.tokens * g.layers * padding + tails
+    tail = g.reservation - g.tokens * g.token_bytes
+    assert 0 <= tail < g.page
+    assert g.reservation == count * g.itemsize + g.tokens * g.layers * padding + tail
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,8 +70,8 @@ def test_the_mapped_pieces_are_exactly_those_that_tokens_touch(g: Geometry) -> N
             if token < length
         }
         assert touched <= mapped
-        assert len(mapped) <= g.parts * (length * g.token_bytes // g.page + 1)
-        # The last piece of each part is there because a token is, if only for its padding.
+        assert len(mapped) <= length * g.token_bytes // g.page + 1
+        # The last piece is there because a token is, if only for its padding.
         assert g.pieces(length) * g.page - length * g.token_bytes < g.page
 
 
@@ -106,30 +105,22 @@ SIZES = {
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.fixed_dictionaries(SIZES),
-    st.integers(1, 64),
-    st.floats(0, 1),
-    st.integers(1, 10**6),
-    st.booleans(),
-    st.booleans(),
-)
+@given(st.fixed_dictionaries(SIZES), st.integers(1, 64), st.floats(0, 1), st.integers(1, 10**6), st.booleans())
 def test_choose_never_overflows_and_groups_only_what_would_be_mostly_empty(
-    sizes: dict[str, int], layers: int, share: float, expected: int, alone: bool, joining: bool
+    sizes: dict[str, int], layers: int, share: float, expected: int, alone: bool
 ) -> None:
     sizes["v_dim"] = sizes["k_dim"]
-    most = longest(1 if joining else sizes["batch"], *(sizes[name] for name in ("heads", "k_dim", "v_dim", "itemsize")))
+    most = longest(*(sizes[name] for name in ("batch", "heads", "k_dim", "v_dim", "itemsize")))
     tokens = max(1, int(most * share))
-    g = choose(layers=layers, tokens=tokens, expected=expected, alone=alone, joining=joining, **sizes)
+    g = choose(layers=layers, tokens=tokens, expected=expected, alone=alone, **sizes)
     assert g.int32_ok
-    assert g.kind == ("slots" if joining else "inner")
     assert 1 <= g.layers <= layers
-    own = Geometry(1, tokens=tokens, kind=g.kind, **sizes)
+    own = Geometry(1, tokens=tokens, **sizes)
     used, mapped = expected * own.token_bytes, own.pieces(expected) * sizes["page"]
     if alone or 2 * used >= mapped:
         assert g.layers == 1
     else:
-        larger = Geometry(g.layers + 1, tokens=tokens, kind=g.kind, **sizes)
+        larger = Geometry(g.layers + 1, tokens=tokens, **sizes)
         assert g.layers == layers or not larger.int32_ok
 
 

@@ -64,7 +64,7 @@ class KVRange:
         expected: int = 0,
         more: int = 0,
     ) -> None:
-        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`, `thread_lease`: see KVPages.
+        """Reserves addresses for `geometry`; maps nothing. `tier`, `thread_lease`: see KVPages.
         `expected`: tokens, and `more`: further ranges like this one, that are likely to come. DriverError."""
         self.geometry: Final = geometry
         self.shape: Final = shape

@@ -2,20 +2,18 @@
 
 Words
     group    the layers that share a range: one, or several whose keys and values have the same shapes
-    token    what all layers of the group store for one position of every sequence that the range holds side by side
+    token    what all layers of the group store for one position of every sequence
     section  the keys, or the values, of one layer inside a token
     piece    a page-sized part of a range, as in the native core
 
 Note [Token-major]
     A token is contiguous, and token follows token:
 
-        inner   [token][layer][K: batch, head, dim | V: batch, head, dim]
-        slots   [sequence][token][layer][K: head, dim | V: head, dim]        each sequence starts on a page
+        [token][layer][K: batch, head, dim | V: batch, head, dim]
 
-    so that one more token touches the tail of the range (with `slots`, of its sequence's part of it) and nothing else:
-    pages are mapped as tokens come and leave when the tail is cut. A layer's keys are a strided view
-    [batch, heads, tokens, dim] of that, so are its values. Sections start at multiples of `ALIGNMENT`, as every row of
-    a tensor of torch's own does for usual head sizes.
+    so that one more token touches the tail of the range and nothing else: pages are mapped as tokens come and leave
+    when the tail is cut. A layer's keys are a strided view [batch, heads, tokens, dim] of that, so are its values.
+    Sections start at multiples of `ALIGNMENT`, as every row of a tensor of torch's own does for usual head sizes.
 
 Note [int32]
     With a mask, or in float32, the memory-efficient attention kernel multiplies the index of a key by the token stride
@@ -28,12 +26,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final
 
 ALIGNMENT: Final = 16  # bytes; what the widest vector load of an attention kernel asks for
 INT32: Final = 2**31  # elements
-
-Batch = Literal["inner", "slots"]
 
 
 def _up(value: int, unit: int) -> int:
@@ -52,7 +48,6 @@ class Geometry:
     itemsize: int  # bytes of an element, a divisor of 16
     page: int  # bytes of a page, a multiple of 4096
     tokens: int  # most tokens per sequence
-    kind: Batch = "inner"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.batch, self.heads, self.k_dim, self.v_dim, self.page, self.tokens) < 1:
@@ -61,39 +56,28 @@ class Geometry:
             raise ValueError(f"itemsize must divide 16 and page be a multiple of 4096: {self}")
 
     @cached_property
-    def side_by_side(self) -> int:
-        """Sequences inside one token."""
-        return self.batch if self.kind == "inner" else 1
-
-    @cached_property
     def k_bytes(self) -> int:
         """Bytes of the section of keys, padded to `ALIGNMENT`."""
-        return _up(self.side_by_side * self.heads * self.k_dim * self.itemsize, ALIGNMENT)
+        return _up(self.batch * self.heads * self.k_dim * self.itemsize, ALIGNMENT)
 
     @cached_property
     def v_bytes(self) -> int:
-        return _up(self.side_by_side * self.heads * self.v_dim * self.itemsize, ALIGNMENT)
+        return _up(self.batch * self.heads * self.v_dim * self.itemsize, ALIGNMENT)
 
     @cached_property
     def token_bytes(self) -> int:
         """Bytes from one token to the next."""
         return self.layers * (self.k_bytes + self.v_bytes)
 
-    @cached_property
-    def sequence_bytes(self) -> int:
-        """Bytes from one page-aligned part of the range to the next: the whole range, or with `slots` one sequence's
-        part."""
+    @property
+    def reservation(self) -> int:
+        """Bytes of addresses that the range takes."""
         return _up(self.tokens * self.token_bytes, self.page)
 
     @property
     def parts(self) -> int:
-        """The number of parts of the range: 1, or with `slots` one for each sequence."""
-        return 1 if self.kind == "inner" else self.batch
-
-    @property
-    def reservation(self) -> int:
-        """Bytes of addresses that the range takes."""
-        return self.parts * self.sequence_bytes
+        """Parts of the range that grow by themselves."""
+        return 1
 
     @cached_property
     def token_stride(self) -> int:
@@ -106,8 +90,7 @@ class Geometry:
         return self.tokens * self.token_stride < INT32
 
     def _strides(self, dim: int) -> tuple[int, int, int, int]:
-        sequence = self.heads * dim if self.kind == "inner" else self.sequence_bytes // self.itemsize
-        return sequence, dim, self.token_stride, 1
+        return self.heads * dim, dim, self.token_stride, 1
 
     @cached_property
     def k_strides(self) -> tuple[int, int, int, int]:
@@ -126,25 +109,24 @@ class Geometry:
         return self.k_offset(layer) + self.k_bytes // self.itemsize
 
     def pieces(self, length: int) -> int:
-        """Pieces that each part needs for `length` tokens."""
+        """Pieces that `length` tokens need."""
         return -(-length * self.token_bytes // self.page)
 
     def full(self, length: int) -> int:
-        """Pieces of each part on which nothing but the first `length` tokens lies."""
+        """Pieces on which nothing but the first `length` tokens lies."""
         return length * self.token_bytes // self.page
 
     def runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """(first piece, count) of what is added when the parts grow from `start` to `end` pieces, one run per part."""
-        step = self.sequence_bytes // self.page
-        return [(part * step + start, end - start) for part in range(self.parts)] if end > start else []
+        """(first piece, count) of what is added when the range grows from `start` to `end` pieces, if anything is."""
+        return [(start, end - start)] if end > start else []
 
     def capacity(self, pieces: int) -> int:
-        """Tokens that lie wholly on the first `pieces` pieces of each part."""
+        """Tokens that lie wholly on the first `pieces` pieces."""
         return min(pieces * self.page // self.token_bytes, self.tokens)
 
 
 def longest(batch: int, heads: int, k_dim: int, v_dim: int, itemsize: int) -> int:
-    """Tokens that one layer alone can hold with `batch` sequences side by side; see Note [int32]."""
+    """Tokens that one layer alone can hold of each of `batch` sequences; see Note [int32]."""
     one = Geometry(1, batch, heads, k_dim, v_dim, itemsize, 4096, 1)
     return (INT32 - 1) // one.token_stride
 
@@ -161,19 +143,16 @@ def choose(
     *,
     expected: int,
     alone: bool,
-    joining: bool = False,
 ) -> Geometry:
     """Chooses the geometry for up to `layers` layers of one shape that may share a range.
 
     `tokens`: the most to make room for; `expected`: those that are likely to come. `alone`: something acts on single
-    layers (streams, offloads or drops them). `joining`: sequences come and go by themselves. Raises ValueError where
-    one layer alone breaks the bound of Note [int32].
+    layers (streams, offloads or drops them). Raises ValueError where one layer alone breaks the bound of Note [int32].
 
     One layer per range is the default. Several share one when nothing needs them alone and the pages of a layer of its
     own would be mostly empty at the expected length: all of them, or as many as the bound allows.
     """
-    kind: Batch = "slots" if joining else "inner"
-    one = Geometry(1, batch, heads, k_dim, v_dim, itemsize, page, tokens, kind)
+    one = Geometry(1, batch, heads, k_dim, v_dim, itemsize, page, tokens)
     if not one.int32_ok:
         raise ValueError(
             f"{tokens} tokens of {one.token_stride} elements reach 2**31, where attention kernels overflow: at most "
