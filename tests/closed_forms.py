@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ballonet.offload.policy.schedule import Time, gaps
+from ballonet.offload.policy.schedule import Time, gaps, simulate
 
 
 def evenly(layers: int, streamed: int) -> tuple[int, ...]:
@@ -31,6 +31,14 @@ def is_even(layers: int, at: Sequence[int]) -> bool:
     """Are the gaps as equal as they can be?"""
     distances = gaps(layers, at)
     return not distances or max(distances) - min(distances) <= 1
+
+
+def any_slot(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: int) -> Time:
+    """Time of a pass where a copy goes to whichever slot is free first, as in the papers: slots are freed in the order
+    in which they were taken, so after as many passes as there are slots all is as it was."""
+    streamed = [number * len(compute) + layer for number in range(slots) for layer in at]
+    taken = [copy % slots for copy in range(len(streamed))]
+    return simulate([*compute] * slots, [*transfer] * slots, streamed, taken) / slots
 
 
 def one_slot(layers: int, at: Sequence[int], ratio: Time) -> Time:

@@ -38,7 +38,7 @@ def plans(pages: Sequence[int]) -> Iterator[Plan]:
 @cache
 def layers(plan: Plan, ratio: Fraction) -> Fraction:
     """Time of a pass, which test_plan.py holds against the ring's."""
-    return plan.expected(ratio).time
+    return plan.expected(ratio)
 
 
 def costs(pages: Sequence[int], ratio: Fraction, seconds: float = 1.0) -> Costs:

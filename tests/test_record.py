@@ -226,7 +226,7 @@ def test_time_at_an_interval_is_the_closed_form() -> None:
     assert [it.time(interval) for interval in (it.none, 4, 2, 1)] == pytest.approx([0.064, 0.064, 0.128, 0.256])
     assert meeting(it, 0.064) == 4
     assert it.plan(40) == it.plan(it.none)
-    assert at_interval(it.pages, 4).steady(Fraction(4)).time == 32
+    assert at_interval(it.pages, 4).steady(Fraction(4)) == 32
     with pytest.raises(ValueError, match="interval"):
         it.time(0)
 

@@ -30,7 +30,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
-from .schedule import Pass, as_submitted, every, simulate
+from .schedule import Time, as_submitted, every, simulate
 from .tuning import DEFAULT
 
 
@@ -76,13 +76,13 @@ class Plan:
         """Pages of these layers."""
         return sum(self.pages[layer] for layer in self.copied)
 
-    def steady(self, ratio: Fraction, entering: Fraction = Fraction(0)) -> Pass:
-        """The longest pass over the layers, in layers; `ratio` as in schedule.py. See Note [At most]."""
+    def steady(self, ratio: Fraction, entering: Fraction = Fraction(0)) -> Time:
+        """What a pass over the layers takes at most, in layers; `ratio` as in schedule.py. See Note [At most]."""
         compute, copies = self._times(ratio, entering)
         return simulate(compute, copies, self.streamed, self.slots)
 
-    def expected(self, ratio: Fraction, entering: Fraction = Fraction(0)) -> Pass:
-        """A pass as the ring really copies, in layers. See Note [At most]."""
+    def expected(self, ratio: Fraction, entering: Fraction = Fraction(0)) -> Time:
+        """What a pass takes as the ring really copies, in layers. See Note [At most]."""
         compute, copies = self._times(ratio, entering)
         return as_submitted(compute, copies, self.streamed, self.slots)
 
@@ -135,7 +135,7 @@ def fewest(
 def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, slots: tuple[int, ...]) -> Plan | None:
     plans = (_least(pages, available, count) for count in slots)
     fitting = [plan for plan in plans if plan is not None]
-    return min(fitting, key=lambda plan: (plan.expected(ratio).time, plan.host_pages), default=None)
+    return min(fitting, key=lambda plan: (plan.expected(ratio), plan.host_pages), default=None)
 
 
 def _least(pages: Sequence[int], available: int, slots: int) -> Plan | None:
@@ -256,8 +256,8 @@ class Costs:
         """Seconds of an iteration under a plan as the ring really copies it. See plan.py, Note [At most]."""
         return self._seconds(plan.expected(self.ratio, self.host)) if plan.streamed else self.seconds
 
-    def _seconds(self, pass_: Pass) -> float:
-        return float(pass_.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
+    def _seconds(self, time: Time) -> float:
+        return float(time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
 
 
 def loaded(before: Plan, after: Plan) -> int:

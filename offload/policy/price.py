@@ -140,4 +140,4 @@ def exposed_part(
 
 
 def _exposed(plan: Plan, ratio: Fraction, entering: Fraction) -> float:
-    return float(plan.expected(ratio, entering).time / len(plan.pages)) - 1 if plan.streamed else 0.0
+    return float(plan.expected(ratio, entering) / len(plan.pages)) - 1 if plan.streamed else 0.0

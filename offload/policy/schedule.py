@@ -16,7 +16,7 @@ Note [The schedule]
 Note [Whose slot]
     In the papers a layer takes whichever slot is free. Here its addresses lead to one slot for good, or every token
     would cost page table updates. Where the slots do not divide the streamed layers, the last of a pass and the first
-    of the next share one, and the link waits for about one layer per pass: `simulate` knows both.
+    of the next share one, and the link waits for about one layer per pass.
 
 Note [As submitted]
     The real ring (residency/ring.py) submits a copy when the layer that had the slot has computed, and the link takes
@@ -32,8 +32,7 @@ Note [The cycle]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import lcm
 from operator import add
@@ -55,58 +54,43 @@ def gaps(layers: int, at: Sequence[int]) -> tuple[int, ...]:
     return tuple((after - before - 1) % layers + 1 for before, after in zip(at, [*at[1:], *at[:1]], strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """The steady state of pass after pass, per pass, in the unit of the times that were given."""
-
-    time: Time
-    compute: Time
-    link: Time  # the link is busy
-
-    @property
-    def stall(self) -> Time:
-        """Time in which compute waits for copies."""
-        return self.time - self.compute
-
-
-def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: int | Sequence[int]) -> Pass:
-    """Simulates pass after pass. `compute`: of each layer; `transfer`: of each streamed one, in the order of `at`;
-    `slots`: how many there are, the next copy goes to the one that is free first, or the slot of each streamed layer.
-    See Note [The schedule], Note [Whose slot], Note [The cycle]. ValueError."""
-    if len(transfer) != len(at):
-        raise ValueError(f"{len(at)} layers are streamed, and {len(transfer)} transfer times given")
-    if not isinstance(slots, int) and len(slots) != len(at):
-        raise ValueError(f"{len(at)} layers are streamed, and {len(slots)} slots given")
-    count = slots if isinstance(slots, int) else max(slots, default=-1) + 1
-    if count < 1 and at:
-        raise ValueError(f"{len(at)} streamed layers need a slot")
-    gaps(len(compute), at)  # checks `at`
-    total, link = sum(compute, Time(0)), sum(transfer, Time(0))
+def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: Sequence[int]) -> Time:
+    """Returns what each pass takes where pass follows pass. `compute`: of each layer; `transfer`: of each streamed one,
+    in the order of `at`; `slots`: the slot of each of those. See Note [The schedule], Note [Whose slot], Note [The
+    cycle]. ValueError where they are not as many."""
     if not at:
-        return Pass(total, total, link)
-    scale = lcm(*(time_.denominator for time_ in (*compute, *transfer)))
-    computing, copying = ([int(time_ * scale) for time_ in times] for times in (compute, transfer))
-    copies = dict(zip(at, copying, strict=True))
-    longest = sum(computing) + sum(copying)
-    return Pass(_steady(lambda state: _one_pass(state, computing, copies, slots), count, longest) / scale, total, link)
+        return sum(compute, Time(0))
+    scale, computing, copying = _whole(compute, transfer)
+    copies = {layer: (copy, slot) for layer, copy, slot in zip(at, copying, slots, strict=True)}
+
+    def one_pass(state: list[int]) -> list[int]:
+        """`state`: when compute and the link are done with the last pass, and when each slot is free."""
+        now, copied, *free = state
+        for layer, time in enumerate(computing):
+            if layer not in copies:
+                now += time
+                continue
+            copy, slot = copies[layer]
+            copied = max(copied, free[slot]) + copy
+            now = free[slot] = max(now, copied) + time
+        return [now, copied, *free]
+
+    return _steady(one_pass, max(slots) + 1, sum(computing) + sum(copying)) / scale
 
 
-def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: Sequence[int]) -> Pass:
-    """Simulates as `simulate` with the slot of each streamed layer, in the order of submission. See Note [As
-    submitted]. `link` counts what is copied."""
+def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: Sequence[int]) -> Time:
+    """Returns the time of a pass as `simulate`, in the order of submission. See Note [As submitted]."""
     turns = {slot: [layer for layer, its in zip(at, slots, strict=True) if its == slot] for slot in {*slots}}
     shared = [layers for layers in turns.values() if len(layers) > 1]
     following = {
         layer: after for layers in shared for layer, after in zip(layers, [*layers[1:], layers[0]], strict=True)
     }
+    if not following:
+        return sum(compute, Time(0))
     slot_of = {layer: slot for slot, layers in enumerate(shared) for layer in layers}
     times = {layer: time for layer, time in zip(at, transfer, strict=True) if layer in following}
-    total, link = sum(compute, Time(0)), sum(times.values(), Time(0))
-    if not times:
-        return Pass(total, total, link)
-    scale = lcm(*(time_.denominator for time_ in (*compute, *times.values())))
-    computing = [int(time_ * scale) for time_ in compute]
-    copying = {layer: int(time * scale) for layer, time in times.items()}
+    scale, computing, copies = _whole(compute, [*times.values()])
+    copying = dict(zip(times, copies, strict=True))
 
     def one_pass(state: list[int]) -> list[int]:
         """`state`: when compute and the link are done, and when what each slot is to hold is there."""
@@ -120,7 +104,13 @@ def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence
             copied = there[slot] = max(copied, now) + copying[following[layer]]
         return [now, copied, *there]
 
-    return Pass(_steady(one_pass, len(shared), sum(computing) + sum(copying.values())) / scale, total, link)
+    return _steady(one_pass, len(shared), sum(computing) + sum(copies)) / scale
+
+
+def _whole(compute: Sequence[Time], transfer: Sequence[Time]) -> tuple[int, list[int], list[int]]:
+    """Returns (a scale, times of computing and of copying in whole numbers of it): sums of these are fast."""
+    scale = lcm(*(time.denominator for time in (*compute, *transfer)))
+    return scale, [int(time * scale) for time in compute], [int(time * scale) for time in transfer]
 
 
 def _steady(one_pass: Callable[[list[int]], list[int]], slots: int, longest: int) -> Time:
@@ -128,26 +118,6 @@ def _steady(one_pass: Callable[[list[int]], list[int]], slots: int, longest: int
     size = slots + 2
     never = -size * (longest + 1)  # a path through it is longer than none
     return _cycle_time([one_pass([0 if i == j else never for j in range(size)]) for i in range(size)])
-
-
-def _one_pass(
-    state: list[int], compute: Sequence[int], copies: Mapping[int, int], slots: int | Sequence[int]
-) -> list[int]:
-    """`state`: when compute and the link are done with the last pass, and when each slot is free. Slots that are not
-    given for good are a queue, as they are freed in the order in which they were taken."""
-    now, copied, *free = state
-    turns = iter((0,) * len(copies) if isinstance(slots, int) else slots)
-    for layer, time in enumerate(compute):
-        if layer in copies:
-            slot = next(turns)
-            copied = max(copied, free[slot]) + copies[layer]
-            now = max(now, copied)
-        now += time
-        if layer in copies:
-            free[slot] = now
-            if isinstance(slots, int):
-                free.append(free.pop(0))
-    return [now, copied, *free]
 
 
 def _cycle_time(steps: Sequence[Sequence[int]]) -> Fraction:
