@@ -65,15 +65,12 @@ def chosen(layers: list[LayerReads], free: int, rows: int = 1, copy: float = 0.0
     return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, tuning=KVReads(copy=copy, in_place=in_place))
 
 
-def test_pages_that_fit_are_restored_and_arrive_while_layers_compute() -> None:
+def test_pages_that_fit_are_restored_and_nothing_waits_for_them() -> None:
     layers = [LayerReads(4, rest=8 * SECONDS)] * 10
     choice = chosen(layers, free=40)
     assert (choice.way, choice.streamed, choice.slots, choice.pages) == (Way.RESIDENT, 0, 0, 40)
     assert choice.seconds == pytest.approx(80 * SECONDS)
     assert choice.exposed == pytest.approx(0)
-    assert choice.first == pytest.approx(84 * SECONDS), "only the first layer's copy is waited for"
-    slow = chosen([LayerReads(4, rest=SECONDS)] * 10, free=40)
-    assert slow.first == pytest.approx(41 * SECONDS), "the link is never idle, and the last layer computes after it"
 
 
 def test_small_pieces_are_read_in_place_rather_than_copied_one_by_one() -> None:
@@ -120,7 +117,6 @@ def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(
     compute = sum(layer.rest + layer.attention for layer in layers)
     assert choice.pages == needed(away, choice.streamed, choice.slots) <= free
     assert choice.exposed == pytest.approx(choice.seconds - compute)
-    assert choice.first >= choice.seconds - 1e-9
     ways = [
         (simulated(layers, streamed, slots), Way.STREAMED)
         for slots in (1, 2)

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from ballonet.offload.policy.lending import (
     Account,
     Unit,
-    UnitExchange,
     Window,
     due,
     resized,
-    scale_down,
-    scale_up,
     unit,
     unit_within,
 )
@@ -49,14 +46,12 @@ def test_no_unit_of_nothing(sizes: tuple[int, int, int]) -> None:
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 9), st.integers(1, 9))
-def test_up_is_rounded_up_and_down_is_rounded_down(blocks: int, needed: int, worker: int, master: int) -> None:
-    size = Unit(1, worker, master)
-    up, down = scale_up(blocks, needed, size), scale_down(blocks, needed, size)
-    units = range(101)
-    assert up == next(UnitExchange(k, k * worker, k * master) for k in units if blocks + k * worker >= needed)
-    fits = [UnitExchange(k, k * worker, k * master) for k in units if k == 0 or blocks - k * worker >= needed]
-    assert down == fits[-1]
-    assert not (up.units and down.units)
+def test_up_is_rounded_up_and_down_is_rounded_down(blocks: int, needed: int, worker: int, block: int) -> None:
+    after = resized(blocks * block, block, needed * block, Unit(worker * block, worker, 1))
+    up = next(k for k in range(101) if blocks + k * worker >= needed)
+    down = max(k for k in range(101) if k == 0 or blocks - k * worker >= needed)
+    assert after == (blocks + up * worker - down * worker) * block
+    assert not (up and down)
 
 
 # -- the window

@@ -29,7 +29,7 @@ def of_models(now: Situation) -> Iterator[Candidate]:
     for state in now.states:
         if state.auto and not state.held:
             gone = {*state.model.plan.streamed, *state.taken}
-            uses, hidden, step = now.uses(state), now.prices.hidden, now.prices.step
+            uses, hidden, step = now.uses(state), now.tuning.prices.hidden, now.tuning.prices.step
             yield from giving.candidates(now.model(state), state.number, gone, uses, hidden, step)
             if state.number not in now.active and not state.has_slo and (pages := state.model.outside()):
                 costs, _ = now.costs(state, state.last["prefill"])
@@ -56,7 +56,7 @@ def _of_cache(now: Situation, held: Held) -> list[Candidate]:
         if not active:
             uses = now.idle_uses(held.used, None if owner is None else owner.usual)
         elif owner is None:
-            uses = 1 / now.idle_after  # or it would be idle
+            uses = 1 / now.tuning.pages.idle  # or it would be idle
         else:
             uses = now.uses(owner) * offer.readers
         out = 0.0 if offer.clean else leaving

@@ -266,14 +266,12 @@ class PageState(ClientState):
 @dataclass(frozen=True, slots=True)
 class Held:
     """A page client at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it
-    was used last; its pages that are away, and how many of them are `near`, on the peer."""
+    was used last."""
 
     state: PageState
     offers: Sequence[Offer]
     active: bool
     used: float
-    displaced: int
-    near: int = 0
 
 
 class Running:
@@ -435,15 +433,7 @@ class Clients:
     def held(self, now: float) -> list[Held]:
         """The page clients, at this moment."""
         return [
-            Held(
-                state,
-                state.offers(),
-                not self.idleness.idle(state, it, now),
-                state.used,
-                it.displaced,
-                it.displaced_on_peer,
-            )
-            for state, it in self.paged
+            Held(state, state.offers(), not self.idleness.idle(state, it, now), state.used) for state, it in self.paged
         ]
 
     def floors(self) -> dict[int, int]:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...allocator.units import format_time
@@ -61,7 +61,7 @@ from ..policy.giving import Model
 from ..policy.plan import Costs, Plan, fewest, fitting, loaded, meeting
 from ..policy.price import until_used
 from ..policy.rental import threshold
-from ..policy.tuning import DEFAULT, Prices
+from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Phase, Point
 from .activity import Activity
 from .client import ModelClient
@@ -84,7 +84,7 @@ class Situation:
     are for the next tokens; `offered`: pages in the reclaim list by state number; `bandwidth`: of the link, and others'
     `traffic` on it, bytes per second; `settled`: the shares of the link's models, None once anything has changed;
     `floors`: device pages that the weights of a model keep for its floor, by state number; `peer_seconds`: to copy a
-    page to the peer; `peer_room`: has the peer free pages?"""
+    page to the peer, None where it is not known or has no free page."""
 
     states: Sequence[ModelState]
     active: frozenset[int]
@@ -94,16 +94,13 @@ class Situation:
     page_size: int
     bandwidth: float | None
     traffic: float
-    settled: RunningShares | None = None
-    floors: Mapping[int, int] = field(default_factory=dict)
-    peer_seconds: float | None = None
-    peer_room: bool = False
-    present: frozenset[int] = frozenset()  # models that are to be present as a whole (turns.py)
-    prices: Prices = DEFAULT.prices
-    horizon: float = DEFAULT.prices.horizon  # seconds that what is taken stays away
-    assumed: float = DEFAULT.kv_reads.link  # of a link that is not measured, bytes per second
-    at: float = 0.0  # seconds, by the manager's clock
-    idle_after: float = DEFAULT.pages.idle
+    settled: RunningShares | None
+    floors: Mapping[int, int]
+    peer_seconds: float | None
+    present: frozenset[int]  # models that are to be present as a whole (turns.py)
+    tuning: Tuning
+    horizon: float  # seconds that what is taken stays away
+    at: float  # seconds, by the manager's clock
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
@@ -114,11 +111,11 @@ class Situation:
     @property
     def page_seconds(self) -> float:
         """Seconds to copy a page."""
-        return self.page_size / (self.bandwidth or self.assumed)
+        return self.page_size / (self.bandwidth or self.tuning.kv_reads.link)
 
     def leaving_seconds(self, host: float) -> float:
         """Seconds to copy a page of KV to where it would go now. `host`: to the host."""
-        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else host
+        return host if self.peer_seconds is None else self.peer_seconds
 
     @property
     def spare(self) -> int:
@@ -147,7 +144,7 @@ class Situation:
 
     def idle_uses(self, used: float, usual: float | None) -> float:
         """The same of what is idle, was used last at `used`, and is idle for `usual` seconds as a rule."""
-        return 1 / until_used(self.at - used, usual, self.idle_after, self.horizon)
+        return 1 / until_used(self.at - used, usual, self.tuning.pages.idle, self.horizon)
 
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""
@@ -321,7 +318,8 @@ class StreamDecision:
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Decides what the model streams in an iteration like `point`. See Note [Two reasons to stream]."""
     if not state.auto:
-        return _told(now, state, point)
+        interval = state.model.interval if isinstance(state.model.interval, int) else None
+        return _made(now, state, point, state.model.plan, "as was asked for", interval)
     if state.slo(point.phase) < math.inf:
         return _by_slo(now, state, point)
     standing = now.standing(state)
@@ -371,7 +369,7 @@ def _change(now: Situation, standing: Plan, plan: Plan) -> float:
     """Seconds of waiting for all that streams that are worth the other plan: what it brings has its share of them."""
     comes = max(1, standing.host_pages - plan.host_pages)
     goes = max(0, plan.device_pages - standing.device_pages - now.spare)
-    return now.prices.returns * threshold(comes, goes, now.page_seconds) * max(1, standing.host_pages) / comes
+    return now.tuning.prices.returns * threshold(comes, goes, now.page_seconds) * max(1, standing.host_pages) / comes
 
 
 def faster(now: Situation, state: ModelState) -> Plan | None:
@@ -401,12 +399,6 @@ def fastest(
     plans = [fewest(standing.pages, standing.device_pages, costs.ratio, slots=slots) for _, costs in done]
     best = min((plan for plan in plans if plan is not None), key=seconds, default=standing)
     return best if seconds(best) < (1 - margin) * seconds(standing) else standing
-
-
-def _told(now: Situation, state: ModelState, point: Point) -> StreamDecision:
-    """Decides for an interval that the user gave."""
-    interval = state.model.interval if isinstance(state.model.interval, int) else None
-    return _made(now, state, point, state.model.plan, "as was asked for", interval)
 
 
 def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:

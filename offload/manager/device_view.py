@@ -45,7 +45,6 @@ class DeviceView(Protocol):
     @property
     def page_request(self) -> int: ...
     def yield_pages(self) -> int: ...
-    def trim(self) -> int: ...
     def take(self, keys: list[int], pages: int | None = None) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
     def publish(self, entries: list[Any], limits: dict[int, int]) -> None: ...
@@ -276,11 +275,6 @@ class Traffic:
         self._seen: deque[float] = deque(maxlen=tuning.looks)
         self._lock = threading.Lock()
         self._stop: threading.Event | None = None  # ends the thread
-
-    @property
-    def watching(self) -> bool:
-        """Does the thread run?"""
-        return self._stop is not None
 
     def wanted(self, streams: bool) -> None:
         """Starts the thread, or stops it. Returns at once."""

@@ -38,7 +38,7 @@ from .activity import Intervals, StreamMarks
 if TYPE_CHECKING:
     from ...allocator._native import Part
 
-_ZERO_COPY: Final = Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0, 0.0)
+_ZERO_COPY: Final = Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,13 @@ class KVReadPlan:
         self._transfer = transfer
         self._slots = KVSlots(device, group, transfer)
         self._lock = Lock()
-        self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0, 0.0)
+        self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0)
         self._wait = 0  # iterations without slots from now on
         self._look = 0  # iterations until the next decision
         self._backoff = 1  # iterations without slots after the next read from outside
         self._intervals = Intervals[_Iteration](marks, clock, tuning.pending)
         self._iteration: _Iteration | None = None  # that has begun
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
-
-    @property
-    def copied(self) -> int:
-        """Bytes copied to slots so far."""
-        return self._slots.copied
 
     @property
     def slots(self) -> int:
@@ -142,14 +137,12 @@ class KVReadPlan:
         self._wait = max(self._wait, self._backoff)
         self._backoff = min(2 * self._backoff, self._tuning.look)
 
-    def give(self) -> int:
-        """Gives the slots back. Returns how many pages. DriverError."""
-        pages = self._slots.slots * self._slots.pages
+    def give(self) -> None:
+        """Gives the slots back. DriverError."""
         if self._slots.slots:
             with self._lock:
                 self._slots.close()
             self._wait = self._tuning.again
-        return pages
 
     def forget_iteration(self) -> None:
         """Learns nothing from the last iteration: others came after it that were not noted."""

@@ -72,11 +72,6 @@ class Duplicates:
         """Is any dropper registered?"""
         return bool(self._known)
 
-    @property
-    def lacking(self) -> int:
-        """Pages noted as short that have not been requested yet."""
-        return self._lacking
-
     def note_shortage(self, pages: int) -> None:
         """Notes that so many pages were not found without making passes longer. Callers may hold a lock: `post` comes
         later."""
@@ -278,14 +273,11 @@ class Overview:
             self.link.traffic,
             self.settled,
             self.clients.floors(),
-            self.link.peer_page_seconds,
-            self.peer()[0] > 0,
+            self.link.peer_page_seconds if self.peer()[0] > 0 else None,
             self.present,
-            self.tuning.prices,
+            self.tuning,
             self.horizon,
-            self.tuning.kv_reads.link,
             now,
-            self.tuning.pages.idle,
         )
 
     def peer(self) -> tuple[int, int]:

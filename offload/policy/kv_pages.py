@@ -64,9 +64,7 @@ class Way(StrEnum):
 class Choice:
     """A way to read. `streamed`: pages of each layer, or as many as it has away, that stay on the host; the others are
     restored. `slots`: how many, of so many pages each. `pages`: device pages that all this takes. `seconds`: of an
-    iteration once pages are restored, `exposed` of them waiting for the link. `first`: seconds of the iteration that
-    restores them.
-    """
+    iteration once pages are restored, `exposed` of them waiting for the link."""
 
     way: Way
     streamed: int
@@ -74,7 +72,6 @@ class Choice:
     pages: int
     seconds: float
     exposed: float
-    first: float
 
 
 def choose(
@@ -139,27 +136,19 @@ class _Costs:
 
     def choice(self, way: Way, streamed: int, slots: int) -> Choice:
         """Returns the choice with its times. See Note [A pass]."""
-        stay = [min(layer.pages, streamed) for layer in self.layers]
-        reads = [0.0] * len(stay) if slots else [pages * self.seconds_of_page * self.slower for pages in stay]
-        compute = sum(layer.attention + layer.rest for layer in self.layers)
-        seconds = self._pass(stay if slots else [0] * len(stay), reads, slots)
-        arriving = [layer.pages - (0 if slots else pages) for layer, pages in zip(self.layers, stay, strict=True)]
-        first = self._pass(arriving, reads, slots)
-        pages = needed([layer.pages for layer in self.layers], streamed, slots)
-        return Choice(way, streamed, slots, pages, seconds, seconds - compute, first)
-
-    def _pass(self, copied: Sequence[int], reads: Sequence[float], slots: int) -> float:
-        """Seconds of a pass in which so many pages of each layer are copied, and its attention takes so much longer."""
         now = link = 0.0
         over: list[float] = []  # when the attention of each layer ended
-        for layer, pages, read in zip(self.layers, copied, reads, strict=True):
-            if pages:
-                link = max(link, over[-slots] if 0 < slots <= len(over) else 0.0)
-                link += self.seconds_of_copy + pages * self.seconds_of_page
+        for layer in self.layers:
+            stay = min(layer.pages, streamed)
+            if stay and slots:
+                link = max(link, over[-slots] if slots <= len(over) else 0.0)
+                link += self.seconds_of_copy + stay * self.seconds_of_page
                 now = max(now, link)
-            over.append(now + layer.attention + read)
+            over.append(now + layer.attention + (0.0 if slots else stay * self.seconds_of_page * self.slower))
             now = over[-1] + layer.rest
-        return now
+        compute = sum(layer.attention + layer.rest for layer in self.layers)
+        pages = needed([layer.pages for layer in self.layers], streamed, slots)
+        return Choice(way, streamed, slots, pages, now, now - compute)
 
 
 def window(page: int, limit: int) -> int:

@@ -45,7 +45,8 @@ from .tuning import DEFAULT, Loans
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of one `size` for both models: `worker` blocks of the one and `master` blocks of the other."""
+    """A unit of one `size` for both models: `worker` blocks of the one, and `master` blocks of the other, which may be
+    more where it is capped."""
 
     size: int
     worker: int
@@ -68,33 +69,12 @@ def unit_within(worker: int, master: int, most: int) -> Unit:
     return exact if exact.size <= most else Unit(worker, 1, -(-worker // master))
 
 
-@dataclass(frozen=True, slots=True)
-class UnitExchange:
-    """A move of `units` from one model to the other, in blocks of either."""
-
-    units: int
-    worker: int
-    master: int
-
-
-def scale_up(blocks: int, needed: int, unit: Unit) -> UnitExchange:
-    """Returns what a worker with `blocks` takes back to have at least `needed`."""
-    return _exchange(-(-max(0, needed - blocks) // unit.worker), unit)
-
-
-def scale_down(blocks: int, needed: int, unit: Unit) -> UnitExchange:
-    """Returns what a worker with `blocks` may lend and still have `needed`, the most of a `Window`."""
-    return _exchange(max(0, blocks - needed) // unit.worker, unit)
-
-
-def _exchange(units: int, unit: Unit) -> UnitExchange:
-    return UnitExchange(units, units * unit.worker, units * unit.master)
-
-
 def resized(reserve: int, block: int, needed: int, unit: Unit) -> int:
-    """Returns the reserve of a worker, in pages as its block, scaled up or down to what it needs."""
+    """Returns the reserve of a worker, in pages as its block, once it has taken back or lent whole units (Algorithm 1):
+    to have at least what it needs it takes back more rather than less, and lends less rather than more."""
     blocks, wanted = -(-reserve // block), -(-needed // block)
-    return (blocks + scale_up(blocks, wanted, unit).worker - scale_down(blocks, wanted, unit).worker) * block
+    lends = (blocks - wanted) // unit.worker  # below 0: takes back; rounded down either way
+    return (blocks - lends * unit.worker) * block
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +116,8 @@ def due(accounts: Sequence[Account], free: int, most: int) -> dict[int, int]:
     for master in sorted(accounts, key=lambda account: (account.priority, -account.borrowed, account.number)):
         if missing > 0 and master.borrowed:
             size = unit_within(worker.block, master.block, most)
-            back = scale_up(0, -(-missing // worker.block), size)
-            dues[master.number] = min(max(back.worker * worker.block, back.master * master.block), master.borrowed)
+            units = -(-missing // size.size)
+            dues[master.number] = min(units * size.master * master.block, master.borrowed)
             missing -= dues[master.number]
     return dues
 

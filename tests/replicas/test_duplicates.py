@@ -126,10 +126,10 @@ def test_wishes_add_up_until_they_are_posted() -> None:
     duplicates.register(wishes.append, lambda: 0)
     for pages in (3, 0, -1, 4):
         duplicates.note_shortage(pages)
-    assert (duplicates.lacking, wishes) == (7, [])
+    assert (duplicates._lacking, wishes) == (7, [])
     duplicates.post()
     duplicates.post()
-    assert (duplicates.lacking, wishes) == (0, [7])
+    assert (duplicates._lacking, wishes) == (0, [7])
 
 
 def test_pages_that_an_operator_could_not_have_are_wished_for() -> None:
