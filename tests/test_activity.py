@@ -33,7 +33,7 @@ def activity(clock: Clock, stream: LateMarks) -> Activity:
 
 def forward(activity: Activity, stream: LateMarks, seconds: float) -> None:
     activity._progress.begin()
-    activity.began(stream.clock.now)
+    activity.at = stream.clock.now
     stream.launch(seconds)
     activity.ended(stream.clock.now, activity._progress.end())
 
@@ -86,7 +86,7 @@ def test_what_is_captured_has_no_mark(activity: Activity, stream: LateMarks, clo
 
 def test_where_operators_are_complete_when_they_return(clock: Clock) -> None:
     activity = Activity(Progress(None, clock))
-    activity.began(1.0)
+    activity.at = 1.0
     activity.ended(2.0, activity._progress.end())
     assert activity.last(9.0) == 2.0
 

@@ -104,12 +104,8 @@ class Activity:
     def __init__(self, progress: Progress | None = None) -> None:
         """`progress`: of the device; None for a client that never runs."""
         self._progress = progress
-        self.at = -math.inf  # by its iterations, as far as known
+        self.at = -math.inf  # by its iterations, as far as known; set where one begins
         self._ends: list[StreamMark] = []  # that have not passed, as far as known
-
-    def began(self, now: float) -> None:
-        """Notes that an iteration begins."""
-        self.at = max(self.at, now)
 
     def ended(self, now: float, end: StreamMark | None) -> None:
         """Notes that an iteration has been launched, up to `end`."""

@@ -394,9 +394,12 @@ class Clients:
         self._paged[self._numbers] = state
         return self._numbers
 
-    def pop(self, model: ModelClient) -> ModelState | None:
-        """Removes the model. Idempotent."""
-        return self._take_out(id(model))
+    def pop(self, key: int) -> ModelState | None:
+        """Removes the model of that id. Idempotent."""
+        self.idleness.changed()
+        state = self.by_model.pop(key, None)
+        self.running.forget(state)
+        return state
 
     def left(self, model: ModelClient) -> None:
         """Notes that a model was collected."""
@@ -414,7 +417,7 @@ class Clients:
         dropped: set[bool] = set()
         for _ in range(len(self.gone)):
             model, key = self.gone.popleft()
-            if (self._take_out(key) if model else self._paged.pop(key, None)) is not None:
+            if (self.pop(key) if model else self._paged.pop(key, None)) is not None:
                 dropped.add(model)
         if dropped:
             self.idleness.changed()
@@ -477,13 +480,6 @@ class Clients:
         states: dict[int, ClientState] = {state.number: state for state in self.models}
         states.update((state.number, state) for state, _ in self.paged)
         return [(states[candidate.client], candidate) for candidate in candidates if candidate.client in states]
-
-    def _take_out(self, key: int) -> ModelState | None:
-        """Nothing refers to the model of that id any more."""
-        self.idleness.changed()
-        state = self.by_model.pop(key, None)
-        self.running.forget(state)
-        return state
 
 
 class Idleness:

@@ -300,15 +300,12 @@ def _all(state: ModelState) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamDecision:
-    """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: of the
-    iteration by the record, None where not measured; `refusal`: why the SLO is missed, where it is; `notice`: a text to
-    be shown once. It is decided anew once iterations have waited for `rent` seconds, or copies have taken `toll`: see
-    Note [Back by rent]."""
+    """`plan`: what to stream in the next iteration, and `why`; `refusal`: why the SLO is missed, where it is; `notice`:
+    a text to be shown once. It is decided anew once iterations have waited for `rent` seconds, or copies have taken
+    `toll`: see Note [Back by rent]."""
 
     plan: Plan
     why: str
-    interval: int | None = None
-    seconds: float | None = None
     refusal: Refusal | None = None
     notice: str | None = None
     rent: float = math.inf
@@ -318,8 +315,7 @@ class StreamDecision:
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Decides what the model streams in an iteration like `point`. See Note [Two reasons to stream]."""
     if not state.auto:
-        interval = state.model.interval if isinstance(state.model.interval, int) else None
-        return _made(now, state, point, state.model.plan, "as was asked for", interval)
+        return _made(now, state, point, state.model.plan, "as was asked for")
     if state.slo(point.phase) < math.inf:
         return _by_slo(now, state, point)
     standing = now.standing(state)
@@ -413,26 +409,21 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
         if now.planned(state, point, option).device_pages > within:
             now.short = True
             return _made(now, state, point, standing, "as it is, until others on the link have made room")
-    plan = now.planned(state, point, option)
-    interval = None if option.interval == FIXED else option.interval
+    plan, on_interval = now.planned(state, point, option), option.interval != FIXED
     if now.is_late(state, point, plan):
-        plan, interval = standing, None
+        plan, on_interval = standing, False
     state.lent = plan
     aim = f"a {'decode step' if point.phase == 'decode' else 'prefill'} within {format_time(state.slo(point.phase))}"
     refusal = now.settled.missed.get(state.name)
     if refusal is None:
-        what = (
-            "what memory demands"
-            if interval is None
-            else f"of the intervals that keep {aim} that with most on the host"
-        )
-        return _made(now, state, point, plan, what, interval)
+        what = f"of the intervals that keep {aim} that with most on the host" if on_interval else "what memory demands"
+        return _made(now, state, point, plan, what)
     now.short = True
     least = "of what fits that at which the fewest SLOs are missed, by the least" if state.alternates else ""
     if state.name in now.settled.kept:
-        return _made(now, state, point, plan, f"{aim} is kept, the SLO of the other phase is not: {least}", interval)
+        return _made(now, state, point, plan, f"{aim} is kept, the SLO of the other phase is not: {least}")
     why = f"{aim} is not kept, and {least or 'as little streams as memory allows'}. {refusal}"
-    made = _made(now, state, point, plan, why, interval, refusal)
+    made = _made(now, state, point, plan, why, refusal)
     if point.phase in state.noticed:
         return made
     state.noticed.add(point.phase)
@@ -450,16 +441,10 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
 
 
 def _made(
-    now: Situation,
-    state: ModelState,
-    point: Point,
-    plan: Plan,
-    why: str,
-    interval: int | None = None,
-    refusal: Refusal | None = None,
+    now: Situation, state: ModelState, point: Point, plan: Plan, why: str, refusal: Refusal | None = None
 ) -> StreamDecision:
-    costs, measured = now.costs(state, point)
+    _, measured = now.costs(state, point)
     if not measured and (plan.streamed or refusal):
         ratio = state.tuning.assumed_ratio
         why += f" (not measured: assumed that a layer takes {ratio} times as long to copy as to compute)"
-    return StreamDecision(plan, why, interval, costs.of(plan) if measured else None, refusal)
+    return StreamDecision(plan, why, refusal)

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from ...allocator.errors import BallonetError
 from ...allocator.events import Events, Named, unnamed
-from ..policy.kv_pages import mark
+from ..policy.kv_pages import mark, scarce
 from ..policy.reclaim_order import Candidate, PageSource
 from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
@@ -179,7 +179,7 @@ class DevicePages:
     ) -> None:
         """`waits`: the clock by which `wait` gives up."""
         self.short = False  # were few free at the last look?
-        self.scarce = False  # or were few free not long ago?
+        self.scarce = False  # were few free, and have they not been ample for long enough since?
         self.quiet_until = -math.inf  # before then time alone does not change the result of a look
         self.seen = 0, 0  # free pages at the last look, and the budget
         self._ample: float | None = None  # since when pages are ample
@@ -215,21 +215,17 @@ class DevicePages:
         """Returns how many pages are free."""
         free, budget = self._device.available, self._device.budget
         total = budget // self._device.page_size
-        self.short = free * self._tuning.short < total
-        self.scarce = self._scarce(now, free, total)
-        self.seen = free, budget
-        ample = math.inf if self._ample is None else self._ample + self._tuning.forget
-        self.quiet_until = -math.inf if self.short else ample
-        return free
-
-    def _scarce(self, now: float, free: int, total: int) -> bool:
-        """Are pages scarce? They are once they are short, and until they have been ample for long enough."""
+        self.short = scarce(free, total, self._tuning)
         if self.short or free < self._tuning.ample * total or not self.scarce:
             self._ample = None
         elif self._ample is None:
             self._ample = now
         recent = self._ample is None or now - self._ample < self._tuning.forget
-        return self.short or (self.scarce and recent)
+        self.scarce = self.short or (self.scarce and recent)
+        self.seen = free, budget
+        ample = math.inf if self._ample is None else self._ample + self._tuning.forget
+        self.quiet_until = -math.inf if self.short else ample
+        return free
 
     def wait(self, timeout: float) -> bool:
         """Waits until others may have given pages, `timeout` seconds at most, and gives meanwhile what others request

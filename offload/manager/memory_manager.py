@@ -119,7 +119,7 @@ class MemoryManager:
     def remove(self, model: ModelClient) -> None:
         """Removes a client: nothing of it is or will be taken once this returns. Idempotent."""
         with self._known.lock:
-            state = self._known.clients.pop(model)
+            state = self._known.clients.pop(id(model))
             if state is None:
                 return
             self._known.moved()
@@ -295,7 +295,7 @@ class MemoryManager:
             now = self.clock()
             spare = max(0, self._known.look(now) - max(self.pages.mark, leaving))
             idle = self._known.clients.idleness.idle_pages(self._known.list.pages, now, number) + cache.resting
-            page_seconds = self._known.situation(now, spare).page_seconds
+            page_seconds = self.link.page_seconds or self._known.device.page_size / self.tuning.kv_reads.link
             state.notice(away := cache.displaced)
             pages = min(state.returning, away, spare)
             price = self.tuning.prices.returns * page_seconds
