@@ -300,7 +300,7 @@ class FakeCache(PageClient):
     """A KV cache of full pages, each an offer, the oldest tokens first; those in `away` lie on the host."""
 
     running = False
-    pages = peer_pages = leaving_peer = displaced_on_peer = 0
+    pages = peer_pages = leaving_peer = 0
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class KVPages:
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
             self._extent = KVExtent(device, group, range_, tier.lock, alone)
-            self.number = tier.add(self._extent)
+            self.number = tier.extents.add(self._extent)
             self._count(self._extent)
 
     @property

@@ -196,7 +196,7 @@ class CachedSequence(TokenSource):
     @property
     def near(self) -> float:
         """Part of its pages that lies on a peer."""
-        return sum(tier.client.displaced_on_peer for tier in self._tiers()) / max(1, self.pages)
+        return sum(tier.extents.near for tier in self._tiers()) / max(1, self.pages)
 
     @property
     def held(self) -> Sequence[int]:

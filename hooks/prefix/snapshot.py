@@ -261,7 +261,7 @@ class StatePages:
         self._tier.client.name = "state"
         self._extent = KVExtent(device, self._group, self._range, self._tier.lock, lambda: False)
         self._extent.kind = "recurrent states"
-        self._tier.add(self._extent)
+        self._tier.extents.add(self._extent)
         with GroupLease(self._group), torch.inference_mode(False):
             self._range.note_use(self._stream(), True)
             for view, tensor in zip(self._views(), tensors, strict=True):

@@ -54,7 +54,7 @@ def _of_cache(now: Situation, held: Held) -> list[Candidate]:
     for offer in held.offers:
         active = held.active and not offer.resting
         if not active:
-            uses = now.idle_uses(held.used, None if owner is None else owner.usual)
+            uses = now.idle_uses(held.state.used, None if owner is None else owner.usual)
         elif owner is None:
             uses = 1 / now.tuning.pages.idle  # or it would be idle
         else:
@@ -69,7 +69,7 @@ def _of_cache(now: Situation, held: Held) -> list[Candidate]:
                 Price(uses * back, out + back if active else out),
                 leaving=out * offer.pages,
                 priority=0 if owner is None else owner.model.priority,
-                recency=float(held.state.number) if active else held.used,
+                recency=float(held.state.number) if active else held.state.used,
                 owner=held.state.model,
                 divisible=INDICES_PER_SPLIT if offer.divisible else 0,
             )

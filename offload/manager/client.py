@@ -153,8 +153,8 @@ class PageClient(ABC):
     """Pages that are offered one by one. The manager refers to it weakly, and reads its properties and `offers` with
     its lock: no lock may be taken for them that is held while the manager is called.
 
-    How its numbers of pages nest: `pages` are `device_pages` and `displaced`; of `displaced`, `displaced_on_peer` lie
-    on the peer and the others on the host, and `read_displaced` are read by the next iteration.
+    How its numbers of pages nest: `pages` are `device_pages` and `displaced`; of `displaced`, `read_displaced` are read
+    by the next iteration.
     """
 
     name: str
@@ -205,11 +205,6 @@ class PageClient(ABC):
     @property
     def resting(self) -> int:
         """Pages on the device that nobody reads for now, though others of the client's."""
-        return 0
-
-    @property
-    def displaced_on_peer(self) -> int:
-        """Displaced pages that lie on the peer."""
         return 0
 
     @property

@@ -203,10 +203,7 @@ class ModelState(ClientState):
 
     def arranged(self, before: Plan, promised: Plan | None) -> None:
         """Notes that its plan was arranged anew. `before`: the plan until then; `promised`: `faster` at that time."""
-        after = self.model.plan
-        if after == before:
-            return
-        if after != promised:
+        if self.model.plan not in (before, promised):
             self.due = self.tuning.look
 
     def _costs(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
@@ -265,13 +262,11 @@ class PageState(ClientState):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A page client at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it
-    was used last."""
+    """A page client at the moment of a decision: what it offers; whether a forward uses it, or did so just now."""
 
     state: PageState
     offers: Sequence[Offer]
     active: bool
-    used: float
 
 
 class Running:
@@ -435,9 +430,7 @@ class Clients:
 
     def held(self, now: float) -> list[Held]:
         """The page clients, at this moment."""
-        return [
-            Held(state, state.offers(), not self.idleness.idle(state, it, now), state.used) for state, it in self.paged
-        ]
+        return [Held(state, state.offers(), active=not self.idleness.idle(state, it, now)) for state, it in self.paged]
 
     def floors(self) -> dict[int, int]:
         """Device pages that the weights of models keep for their floors: what is missing in full pages of KV."""

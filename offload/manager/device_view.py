@@ -27,7 +27,6 @@ from ..policy.reclaim_order import Candidate, PageSource
 from ..policy.tuning import FreePages, OtherTraffic
 from ..residency.backing import FAR
 from .activity import StreamMarks
-from .client import KEYS_PER_CLIENT
 from .clients import ClientState, Version
 
 _EXPOSED: Final = {source.label for source in PageSource if source.exposed}
@@ -45,6 +44,7 @@ class DeviceView(Protocol):
     @property
     def page_request(self) -> int: ...
     def yield_pages(self) -> int: ...
+    def trim(self) -> int: ...
     def take(self, keys: list[int], pages: int | None = None) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
     def publish(self, entries: list[Any], limits: dict[int, int]) -> None: ...
@@ -68,13 +68,7 @@ class Draft:
     def keys(self) -> list[tuple[int, PageSource, bool, int]]:
         """The facts by which lists differ: (key, source, borrowed, pages where divisible) of each candidate."""
         return [
-            (
-                number * KEYS_PER_CLIENT + candidate.index,
-                candidate.source,
-                candidate.borrowed,
-                candidate.pages if candidate.divisible else 0,
-            )
-            for number, candidate in [(client.number, candidate) for client, candidate in self.order]
+            (client.key(it.index), it.source, it.borrowed, it.pages if it.divisible else 0) for client, it in self.order
         ]
 
     def fill(self) -> None:

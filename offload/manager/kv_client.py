@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from heapq import heapify, heappop, heapreplace
-from itertools import count
+from heapq import merge
+from itertools import count, islice, repeat
 from threading import Lock
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from ...allocator.interrupts import if_free
 from ..policy.kv_pages import mean_seconds
 from ..policy.reclaim_order import PageSource
 from ..residency.kv_extent import KVExtent, KVExtents, coldest
-from ..residency.kv_slots import Slice
+from ..residency.kv_slots import KVSlots, Slice
 from ..residency.mover import Runs
 from .client import INDICES_PER_SPLIT, Offer, PageClient
 from .clients import Validity
@@ -73,11 +73,11 @@ _FIRST_SLICE: Final = 4  # index of the first offer that is of a slot: those bef
 class KVOffers:
     """The offers of one cache. The manager calls on any thread: `all` under its lock, `parts` without."""
 
-    def __init__(self, extents: KVExtents, turns: KVTurns, way: KVReadPlan) -> None:
+    def __init__(self, extents: KVExtents, turns: KVTurns, slots: KVSlots) -> None:
         self.prefills = False  # does the iteration have many rows?
         self._extents = extents
         self._turns = turns
-        self._way = way
+        self._slots = slots
         self._next = count()
         self._full: list[list[tuple[int, Runs]]] = []  # pieces of ranges, by index of the offer, see `full`
         self._slices: dict[int, Slice] = {}  # by index of the offer
@@ -102,7 +102,7 @@ class KVOffers:
     def parts(self, index: int) -> list[Any]:
         """Returns the parts of an offer for `Device.publish`; none where there is no such offer any more."""
         if (taken := self._slices.get(index)) is not None:
-            return self._way.parts(taken)
+            return self._slots.parts(taken)
         full = self._full[index] if index < len(self._full) else []
         return [
             part
@@ -129,7 +129,7 @@ class KVOffers:
         """Pages of slots, by index of the offer: an offer that was there before keeps its index."""
         known = {former[:3]: index for index, former in self._slices.items()}
         slices: dict[int, Slice] = {}
-        for slice_ in self._way.slices():
+        for slice_ in self._slots.slices():
             index = known.get(slice_[:3])
             while index is None or index in slices:
                 index = _FIRST_SLICE + next(self._next) % (INDICES_PER_SPLIT - _FIRST_SLICE)
@@ -242,20 +242,14 @@ class KVSaving:
         for of_extents in full[1::2]:
             extents = {number: extent for number, _ in of_extents if (extent := self._extents.get(number)) is not None}
             runs = [
-                (first, number, end)
+                zip(range(*span), repeat(number))
                 for number, spans in of_extents
                 if number in extents and not extents[number].restless
-                for first, end in spans
+                for span in spans
             ]
-            heapify(runs)
-            while runs and pages > 0:
-                piece, number, end = runs[0]
+            for piece, number in islice(merge(*runs), pages):
                 chosen.setdefault(extents[number], []).append(piece)
                 pages -= 1
-                if piece + 1 < end:
-                    heapreplace(runs, (piece + 1, number, end))
-                else:
-                    heappop(runs)
         return chosen
 
 
@@ -278,7 +272,7 @@ class KVClient(PageClient):
         self.goal = 0  # pages that it is to have in this iteration
         self.grows_by = 1  # ranges that it has, or will have
         self.way = KVReadPlan(device, group, transfer, manager.marks, manager.clock, manager.tuning.kv_reads)
-        self.takable = KVOffers(extents, turns, self.way)
+        self.takable = KVOffers(extents, turns, self.way.slots)
         self.saving = KVSaving(extents, self.takable, turns, transfer, manager, lock, self.name)
         self._group = group
         self._transfer = transfer
@@ -310,11 +304,6 @@ class KVClient(PageClient):
     def ranges(self) -> list[tuple[str, Range]]:
         """The ranges of its layers, with what lies in each."""
         return [(extent.contents, extent.range) for extent in self._extents.all()]
-
-    @property
-    def displaced_on_peer(self) -> int:
-        """The pages of `displaced` that lie on the peer."""
-        return self._extents.near
 
     @property
     def peer_pages(self) -> int:

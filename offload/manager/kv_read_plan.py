@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
@@ -32,11 +32,8 @@ from ...allocator.interrupts import if_free
 from ..policy.kv_pages import Choice, LayerReads, Way, choose
 from ..policy.tuning import KVReads
 from ..residency.kv_extent import KVExtent
-from ..residency.kv_slots import KVSlots, Slice
+from ..residency.kv_slots import KVSlots
 from .activity import Intervals, StreamMarks
-
-if TYPE_CHECKING:
-    from ...allocator._native import Part
 
 _ZERO_COPY: Final = Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0)
 
@@ -83,7 +80,7 @@ class KVReadPlan:
         self._device = device
         self._group = group
         self._transfer = transfer
-        self._slots = KVSlots(device, group, transfer)
+        self.slots: Final = KVSlots(device, group, transfer)
         self._lock = Lock()
         self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0)
         self._wait = 0  # iterations without slots from now on
@@ -94,54 +91,37 @@ class KVReadPlan:
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
 
     @property
-    def slots(self) -> int:
-        return self._slots.slots
-
-    @property
-    def changes(self) -> int:
-        """How often the slices of slots changed."""
-        return self._slots.changes
-
-    @property
     def _within_reach(self) -> int:
         """Device pages that slots can have without taking any, the idle ones of activations among them."""
         return self._device.available + self._device.idle
 
-    def slices(self) -> list[Slice]:
-        """Slices of slots that may be taken, those first that the fewest layers read. On any thread."""
-        return self._slots.slices()
-
-    def parts(self, taken: Slice) -> list[Part]:
-        """Returns the parts of such a slice, for `Device.publish`. On any thread."""
-        return self._slots.parts(taken)
-
     def status(self, away: int) -> Streamed:
         """Returns how the cache is read now. `away`: pages."""
-        way = Way.RESIDENT if not away else Way.STREAMED if self._slots.pieces else Way.ZERO_COPY
-        return Streamed(way, away, self._slots.slots, self._slots.pages, self._slots.copied, self._choice.exposed)
+        way = Way.RESIDENT if not away else Way.STREAMED if self.slots.pieces else Way.ZERO_COPY
+        return Streamed(way, away, self.slots.slots, self.slots.pages, self.slots.copied, self._choice.exposed)
 
     # -- for the thread that uses it
 
     def enter(self, extent: KVExtent, stream: int) -> None:
         """Prepares a layer's slot before it appends and is read. BallonetError, DriverError."""
-        if self._slots.slots:
+        if self.slots.slots:
             with self._lock:
-                self._slots.enter(extent, stream)
+                self.slots.enter(extent, stream)
 
     def map_to_host(self, extent: KVExtent) -> None:
         """Maps a layer to the host, for a read from outside or before its tokens go. BallonetError, DriverError."""
         with self._lock:
-            self._slots.map_to_host(extent)
-            if not self._slots.pieces:
-                self._slots.close()
+            self.slots.map_to_host(extent)
+            if not self.slots.pieces:
+                self.slots.close()
         self._wait = max(self._wait, self._backoff)
         self._backoff = min(2 * self._backoff, self._tuning.look)
 
     def give(self) -> None:
         """Gives the slots back. DriverError."""
-        if self._slots.slots:
+        if self.slots.slots:
             with self._lock:
-                self._slots.close()
+                self.slots.close()
             self._wait = self._tuning.again
 
     def forget_iteration(self) -> None:
@@ -158,36 +138,36 @@ class KVReadPlan:
         each sequence. `extents`: of all ranges, in the order in which they compute; `link`: bytes per second. Returns
         the choice, where slots changed. BallonetError, DriverError."""
         speed = link or self._tuning.link
-        if self._slots.slots:
+        if self.slots.slots:
             with self._lock:
-                self._slots.look()
+                self.slots.look()
         away = sum([extent.mover.away for extent in extents])
         self._begin(rows, away, speed)
-        if self._slots.pieces:
+        if self.slots.pieces:
             self._backoff = max(1, self._backoff - 1)
         if not away:
             self.give()
         if not away or self._settled(away, rows):
             return None
         layers = [extent for extent in extents if extent.layers == 1]  # several in a range cannot take turns
-        before = self._slots.slots, self._slots.pages
+        before = self.slots.slots, self.slots.pages
         self._choice, self._look = self._choose(layers, rows, speed), self._tuning.look
         with self._lock:
             if self._choice.way is Way.STREAMED:
                 self._stream(layers, stream)
             elif self._choice.way is Way.ZERO_COPY or away > self._within_reach:
-                self._slots.close()
-            elif self._slots.slots:  # until it is restored
-                self._slots.bind(layers)
-        if away > self._slots.pieces:
+                self.slots.close()
+            elif self.slots.slots:  # until it is restored
+                self.slots.bind(layers)
+        if away > self.slots.pieces:
             self._wait = self._tuning.again
-        return None if before == (self._slots.slots, self._slots.pages) else self._choice
+        return None if before == (self.slots.slots, self.slots.pages) else self._choice
 
     def _settled(self, away: int, rows: int) -> bool:
         """Is there nothing to arrange?"""
         self._wait -= 1
         self._look -= 1
-        in_slot = self._slots.pieces
+        in_slot = self.slots.pieces
         if away - in_slot > in_slot // self._tuning.slack:
             return self._wait > 0 and rows == 1
         return self._look > 0
@@ -195,7 +175,7 @@ class KVReadPlan:
     def _choose(self, extents: Sequence[KVExtent], rows: int, link: float) -> Choice:
         if len(extents) < 2:
             return _ZERO_COPY
-        free = self._within_reach + self._slots.slots * self._slots.pages
+        free = self._within_reach + self.slots.slots * self.slots.pages
         page = self._device.page_size
         free += sum(max(0, extent.held - extent.away) for extent in extents)
         free -= self._device.budget // page // self._tuning.left
@@ -209,9 +189,9 @@ class KVReadPlan:
     def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:
         """Makes the chosen slots, and leads all that is away to them. See Note [Room for slots]."""
         wanted, most = self._choice.streamed, max(extent.away for extent in extents)
-        fits = most <= self._slots.pages and self._slots.pieces <= sum(extent.away for extent in extents)
-        if self._slots.slots != self._choice.slots or not fits:
-            self._slots.close()
+        fits = most <= self.slots.pages and self.slots.pieces <= sum(extent.away for extent in extents)
+        if self.slots.slots != self._choice.slots or not fits:
+            self.slots.close()
             self._device.reap()  # pages of former slots are free then
             wanted = max(wanted, most)
             pages = wanted + max(1, wanted // self._tuning.slack)
@@ -222,14 +202,14 @@ class KVReadPlan:
             room = self._within_reach // self._choice.slots
             if room < max(extent.away for extent in extents):
                 return
-            self._slots.open(self._choice.slots, min(pages, room))
-        if self._slots.slots:
-            self._slots.bind(extents)
+            self.slots.open(self._choice.slots, min(pages, room))
+        if self.slots.slots:
+            self.slots.bind(extents)
 
     def _begin(self, rows: int, away: int, link: float) -> None:
         """Notes that an iteration begins, and learns from those that have ended."""
         if self._iteration is not None:
-            self._iteration.through = self._slots.pieces > 0
+            self._iteration.through = self.slots.pieces > 0
         self._iteration = _Iteration(rows, away, link)
         for iteration, seconds in self._intervals.begin(self._iteration):
             if iteration.rows == 1:
@@ -247,10 +227,10 @@ class KVReadPlan:
 
     def give_if_unused(self) -> None:
         """Gives the slots back, unless the cache is leased."""
-        if self._slots.slots and not self._group.leases:
+        if self.slots.slots and not self._group.leases:
             if_free(self._lock, self._close)
 
     def _close(self) -> None:
         if not self._group.leases:
             with suppress(BallonetError, PoolExhausted):
-                self._slots.close()
+                self.slots.close()

@@ -49,10 +49,6 @@ class KVTier:
         self.number = manager.add_client(self.client)
         self._state = manager.clients.numbered(self.number)
 
-    def add(self, extent: KVExtent) -> int:
-        """Adds a range and returns its number."""
-        return self.extents.add(extent)
-
     def enter(self, extent: KVExtent, stream: int) -> None:
         """Prepares a range before its layer appends and is read, on `stream`. BallonetError, DriverError."""
         self.turns.stream = stream
@@ -106,15 +102,15 @@ class KVTier:
         if more:
             client.goal = client.pages + more * client.grows_by
             self.manager.repayment.needs(self.number, more * client.grows_by)
-        if away or way.slots:
+        if away or way.slots.slots:
             self._arrange(stream, rows, away)
         else:
             way.nothing_away(rows)
         if self._arrives:
             self._arrives = self.extents.lacks_bytes_or_copying
-        turns.forward = 0 if away or way.slots or self._arrives else forward
-        if way.changes != self._slot_changes:
-            self._slot_changes = way.changes
+        turns.forward = 0 if away or way.slots.slots or self._arrives else forward
+        if way.slots.changes != self._slot_changes:
+            self._slot_changes = way.slots.changes
             self.manager.client_changed(self.number)
         alike = turns.forward and rows == 1 and not (turns.skipped or more or client.saving.busy)
         turns.validity, self._reclaimed = validity if alike else None, reclaimed

@@ -245,14 +245,17 @@ class Overview:
             self.duplicates.note_shortage(pages - self._refused)
         self._refused = pages
 
-    def listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Candidate]:
+    def listed(self, now: float) -> tuple[list[Candidate], Situation, list[Held]]:
+        """Returns all that may be taken now, in the order of taking, and what that follows from."""
+        self.update_idle(now)
+        situation, held = self.situation(now, 0), self.clients.held(now)
         if self._candidates is None:
-            self._candidates = list(of_models(now))
-        return listed(now, self._candidates, held, owed)
+            self._candidates = list(of_models(situation))
+        return listed(situation, self._candidates, held, self.owed(now)), situation, held
 
     def owed(self, now: float) -> Mapping[int, int]:
         """Pages that models have to give back to others, by number."""
-        if len(self.clients.models) < 2:
+        if not self.clients.several:
             return {}
         return self.lending.due(self.clients.uses(now), self.pages.unused, self.pages.total)
 

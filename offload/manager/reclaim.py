@@ -77,11 +77,7 @@ class ReclaimList:
         """Returns all that may be taken now, in the order of taking."""
         with self._known.lock:
             self._known.drain_core_events()
-            now = self._known.clock()
-            self._known.update_idle(now)
-            return self._known.listed(
-                self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
-            )
+            return self._known.listed(self._known.clock())[0]
 
     def prices(self) -> list[tuple[int, float]]:
         """(pages, seconds that each of these loses in each second while it is away) of what may be taken, in the order
@@ -117,11 +113,8 @@ class ReclaimList:
             self._known.drain_core_events()
             if not self._known.list.stale:
                 return []
-            now = self._known.clock()
-            self._known.update_idle(now)
-            situation, held = self._known.situation(now, 0), self._known.clients.held(now)
-            candidates = self._known.listed(situation, held, self._known.owed(now))
-            behind = self._plan_write_behind(situation, candidates, held, now)
+            candidates, situation, held = self._known.listed(self._known.clock())
+            behind = self._plan_write_behind(situation, candidates, held)
             draft = self._known.list.draft(self._known.clients.of(candidates))
         if draft is not None:
             draft.fill()
@@ -130,16 +123,16 @@ class ReclaimList:
         return behind
 
     def _plan_write_behind(
-        self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
+        self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held]
     ) -> list[tuple[PageClient, int]]:
         """Returns how many pages caches should copy to the host now: some while pages are short and the link serves no
         layers. The caller holds the lock."""
-        busy = any(state.model.plan.copied or state.taken for state in now.states if state.number in now.active)
         if not self._known.pages.short:
             return []
+        busy = any(state.model.plan.copied or state.taken for state in now.states if state.number in now.active)
         tuning = self._known.tuning.write_behind
         step = 0 if busy else max(1, tuning.step // self._known.device.page_size)
-        borrowed = self._known.lending.borrowed(self._known.clients.uses(time)) if len(now.states) > 1 else 0
+        borrowed = self._known.lending.borrowed(self._known.clients.uses(now.at)) if len(now.states) > 1 else 0
         pages = to_clean(candidates, held, max(self._known.pages.total // tuning.clean, borrowed), step)
         return [(cache, pages.get(state.number, 0)) for state, cache in self._known.clients.paged]
 
@@ -241,7 +234,7 @@ class Repayment:
         cache. DriverError."""
         with self._known.lock:
             model = self._known.clients.whose(number)
-            if model is None or len(self._known.clients.models) < 2:
+            if model is None or not self._known.clients.several:
                 return
             self._known.drain_core_events()
             now = self._known.clock()
@@ -263,7 +256,7 @@ class Repayment:
             self._known.clients.idleness.changed()
             for number in caches:
                 self._known.clients.claim(number, state)
-            if len(self._known.clients.models) < 2:
+            if not self._known.clients.several:
                 return
             self._known.drain_core_events()
             owed = self._dues(self._known.clock())
@@ -280,7 +273,7 @@ class Repayment:
 
     def spare(self, now: float) -> None:
         """Lowers, now and then, reserves that were not used for long enough. The caller holds the lock."""
-        if len(self._known.clients.models) > 1 and now >= self._known.lending.due_at:
+        if self._known.clients.several and now >= self._known.lending.due_at:
             self._dues(now)
 
     def _dues(self, now: float) -> Mapping[int, int]:

@@ -84,7 +84,7 @@ class _Bound:
 
 
 class KVSlots:
-    """The slots of one cache, at first none. Not thread-safe."""
+    """The slots of one cache, at first none. Not thread-safe, but for `slices` and `parts`, called on any thread."""
 
     def __init__(self, device: Device, group: Group, transfer: Transfer) -> None:
         """`group`: of all ranges of the cache; `transfer`: the stream of its copies."""

@@ -222,7 +222,7 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored(place: Place) ->
         for _ in range(3):
             for kv_range in cache.kv_ranges:
                 assert sum(MovableKV(kv_range.pages).displace(piece) for piece in range(AWAY)) == AWAY
-            near = cache.tier.client.displaced_on_peer
+            near = cache.tier.extents.near
             with held_copies(place, "host") as hold:
                 cache.tier.client.demote(room // 4)
                 cache.tier.client.write_behind(0)
@@ -240,7 +240,7 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored(place: Place) ->
             place.device.synchronize()
             cache.tier.client.write_behind(0)
             assert cache.tier.client.leaving_peer == 0
-            assert cache.tier.client.displaced_on_peer == near - min(near, room // 4)
+            assert cache.tier.extents.near == near - min(near, room // 4)
             assert cache.tier.restore(AWAY * LAYERS, cache.kv_ranges[0].pages.stream) == AWAY * LAYERS
         assert near < room <= AWAY * LAYERS
         copied = place.device.snapshot()["copied"]
@@ -281,7 +281,7 @@ class Interrupted(Cache):
     @property
     def in_slots(self) -> int:
         """Pages that they have."""
-        return sum(slot.range.backed for slot in self.tier.client.way._slots._slots)
+        return sum(slot.range.backed for slot in self.tier.client.way.slots._slots)
 
     def _take(self) -> None:
         device, before = self._place.device, self.in_slots

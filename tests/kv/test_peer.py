@@ -58,7 +58,7 @@ def test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored(devi
     assert (kv_copied(device, "d2p"), kv_copied(device)) == (4, 2)
     pair.check()
     pair.tier.extents.look()
-    assert (pair.tier.client.displaced, pair.tier.client.displaced_on_peer) == (6, 4)
+    assert (pair.tier.client.displaced, pair.tier.extents.near) == (6, 4)
     assert pair.tier.restore(3, 0) == 3  # those on the host first, as they cost more there, then the newest
     assert where(pair) == "pppddddd"
     assert (kv_copied(device, "h2d"), kv_copied(device, "p2d")) == (2, 1)
