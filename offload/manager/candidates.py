@@ -49,7 +49,7 @@ def _of_cache(now: Situation, held: Held) -> list[Candidate]:
     """What a cache offers, what costs least first, and equals as it offers them."""
     owner = next((state for state in now.states if state.number == held.state.model), None)
     back = now.page_seconds if owner is None else now.costs(owner, owner.last["decode"])[0].page_seconds
-    leaving = now.leaving_seconds(back)
+    leaving = back if now.peer_seconds is None else now.peer_seconds
     candidates = []
     for offer in held.offers:
         active = held.active and not offer.resting

@@ -19,8 +19,7 @@ Note [A new class of tensors]
     2. At each use it calls `manager.taken_of(number)`, which also notes the use, and has its mover look for what was
        taken where that names offers.
     3. It asks `manager.restorable_pages(number)`, gives so many pieces pages (`Mover.own`), starts the copies
-    (`fetch`)
-       and has its stream wait (`arrive`). `Range.note_use` says which stream reads or writes.
+       (`fetch`) and has its stream wait (`arrive`). `Range.note_use` says which stream reads or writes.
     4. When what it offers has changed it calls `manager.client_changed(number)`.
 
     `OptimizerState` in tests/test_client_contract.py is such a class; the tests there run on all clients. For chaos to

@@ -54,6 +54,7 @@ from ..policy.coordinator import (
     Refusal,
     RunningShares,
     Shares,
+    possible,
     share,
     share_running,
 )
@@ -113,10 +114,6 @@ class Situation:
         """Seconds to copy a page."""
         return self.page_size / (self.bandwidth or self.tuning.kv_reads.link)
 
-    def leaving_seconds(self, host: float) -> float:
-        """Seconds to copy a page of KV to where it would go now. `host`: to the host."""
-        return host if self.peer_seconds is None else self.peer_seconds
-
     @property
     def spare(self) -> int:
         """Free pages that weights may take."""
@@ -125,10 +122,6 @@ class Situation:
     def costs(self, state: ModelState, point: Point) -> tuple[Costs, bool]:
         """Returns (costs of such an iteration, are they measured)."""
         return state.costs_at(point, self.measured_page_seconds)
-
-    def expected(self, state: ModelState, point: Point) -> Costs | None:
-        """Returns the usual costs of such an iteration; None where it was not measured."""
-        return state.expected(point, self.measured_page_seconds)
 
     def standing(self, state: ModelState) -> Plan:
         """Returns ModelState.standing for the iteration that the model does, or will do when it has work again."""
@@ -285,8 +278,8 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
 def _together(now: Situation, clients: Sequence[LinkClient], room: int) -> Shares | None:
     """Returns the best shares for all, if `room` beside the pages that they have allows them."""
     assert now.bandwidth is not None
-    shares = share(clients, now.bandwidth, now.traffic)
-    if isinstance(shares, Refusal):
+    shares = possible(clients, now.bandwidth, now.traffic)
+    if shares is None:
         return None
     has: Mapping[str, int] = {state.name: now.standing(state).device_pages for state in now.states}
     plans = {client.name: client.plan(shares.options[client.name].interval) for client in clients if not client.idle}
@@ -374,7 +367,8 @@ def faster(now: Situation, state: ModelState) -> Plan | None:
     standing = now.standing(state)
     if not state.auto or state.has_slo or state.taken or not standing.copied:
         return None
-    done = [(count, now.expected(state, state.last[phase])) for phase, count in state.passes.items()]
+    page_seconds = now.measured_page_seconds
+    done = [(count, state.expected(state.last[phase], page_seconds)) for phase, count in state.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
     plan = fastest(standing, known, state.tuning.margin, state.tuning.slots)
     return None if plan == standing else plan

@@ -247,26 +247,20 @@ def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: floa
         missed[newest] = shares
         others = [options(client) for client in before if not client.idle and client.name != newest]
         harmed = next(client for client in before if client.name == newest)
-        least = _least_harm(harmed, others, _left(bandwidth, traffic))
-        kept |= {newest} if least.is_kept else set()
-        clients = [least.client if client is harmed else client for client in clients]
+        least, is_kept = _least_harm(harmed, others, _left(bandwidth, traffic))
+        kept |= {newest} if is_kept else set()
+        clients = [least if client is harmed else client for client in clients]
     return RunningShares(shares, missed, frozenset(kept))
 
 
-class _Harmed(NamedTuple):
-    """A model without its SLOs; `is_kept`: does its next iteration keep its own all the same?"""
-
-    client: LinkClient
-    is_kept: bool = False
-
-
-def _least_harm(client: LinkClient, others: Sequence[Sequence[LinkOption]], left: int) -> _Harmed:
-    """Returns the model of which no interval keeps every SLO beside the `others` at an interval that does. One with a
-    single SLO streams as little as memory allows. See Note [Phases in turn]."""
+def _least_harm(client: LinkClient, others: Sequence[Sequence[LinkOption]], left: int) -> tuple[LinkClient, bool]:
+    """Returns the model of which no interval keeps every SLO beside the `others`, without its SLOs and at an interval
+    that does least harm, and whether its next iteration keeps its own all the same. One with a single SLO streams as
+    little as memory allows. See Note [Phases in turn]."""
     free = replace(client, slo=math.inf, beside=())
     beside = [i for i in _fitting(client) if _possible([*others, (_option(free, i, 0),)], left)]
     if not client.beside or not beside:
-        return _Harmed(free)
+        return free, False
     bandwidth = max(0, left - (_needed(others) or 0))
 
     def harm(interval: int) -> tuple[int, float, int, int]:
@@ -274,7 +268,7 @@ def _least_harm(client: LinkClient, others: Sequence[Sequence[LinkOption]], left
         return sum(map(bool, excess)), sum(excess), client.loaded(interval), client.plan(interval).host_pages
 
     least = min(beside, key=harm)
-    return _Harmed(replace(free, only=least), not client.excess(least, bandwidth)[0])
+    return replace(free, only=least), not client.excess(least, bandwidth)[0]
 
 
 def _fitting(client: LinkClient) -> Iterator[int]:
