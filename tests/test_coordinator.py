@@ -92,7 +92,8 @@ def test_the_choice_is_the_best_of_all_combinations(them: list[LinkClient], band
     else:
         assert isinstance(outcome, Shares)
         assert outcome.options == {sharer.name: option for sharer, option in zip(active, best, strict=True)}
-        assert outcome.rate <= max(0, bandwidth - traffic)
+        takes = sum(min(option.rate, outcome.level) for option in outcome.options.values())
+        assert takes <= max(0, bandwidth - traffic)
         assert outcome.host == sum(option.host for option in best)
         assert outcome.level == max((option.need for option in best), default=0)
 

@@ -113,7 +113,7 @@ class Overview:
         progress = Progress(around.marks, around.clock)
         self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
         self.lending: Final = Lending(window, tuning.loans)
-        self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
+        self.link: Final = HostLink(device, self.lock, lambda: self.moved(*self.clients.models), around, tuning.traffic)
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
@@ -129,9 +129,6 @@ class Overview:
         self.duplicates: Final = Duplicates()
         self._refused: int | None = None  # pages so far that operators could not have
         self._candidates: list[Candidate] | None = None  # of the models; None once a model has changed
-
-    def _link_changed(self) -> None:
-        self.moved(*self.clients.models)
 
     # -- what happened; the caller holds the lock
 

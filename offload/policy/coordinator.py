@@ -138,11 +138,6 @@ class Shares:
         """Bytes kept on the host."""
         return sum(option.host for option in self.options.values())
 
-    @property
-    def rate(self) -> int:
-        """Bytes per second of the link that the shares take."""
-        return sum(min(option.rate, self.level) for option in self.options.values())
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

@@ -90,7 +90,7 @@ def test_in_use_until_the_device_is_done(place: Place) -> None:
     progress = Progress(marks if marks.ahead else None, lambda: now)
     activity = Activity(progress)
     progress.begin()
-    activity.began(now)
+    activity.at = now
     place.sleep()
     activity.ended(now, progress.end())
     now = 100.0

@@ -126,8 +126,8 @@ def around_appends(patch: pytest.MonkeyPatch, act: Callable[[KVRange], object]) 
 def two_thirds(way: Any, twins: Sequence[Any], rows: int, link: float) -> Choice:
     """For `KVReadPlan._choose`: so much of each layer flies, whatever room there is, and whatever that costs."""
     if len(twins) < 2:
-        return Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0, 0.0)
-    return Choice(Way.STREAMED, max(1, max(twin.held for twin in twins) * 2 // 3), 2, 0, 0.0, 0.0, 0.0)
+        return Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0)
+    return Choice(Way.STREAMED, max(1, max(twin.held for twin in twins) * 2 // 3), 2, 0, 0.0, 0.0)
 
 
 class Taker:
