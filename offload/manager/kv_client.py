@@ -272,7 +272,7 @@ class KVClient(PageClient):
         self.goal = 0  # pages that it is to have in this iteration
         self.grows_by = 1  # ranges that it has, or will have
         self.way = KVReadPlan(device, group, transfer, manager.marks, manager.clock, manager.tuning.kv_reads)
-        self.takable = KVOffers(extents, turns, self.way.slots)
+        self.takable = KVOffers(extents, turns, self.way.kv_slots)
         self.saving = KVSaving(extents, self.takable, turns, transfer, manager, lock, self.name)
         self._group = group
         self._transfer = transfer

@@ -80,7 +80,7 @@ class KVReadPlan:
         self._device = device
         self._group = group
         self._transfer = transfer
-        self.slots: Final = KVSlots(device, group, transfer)
+        self.kv_slots: Final = KVSlots(device, group, transfer)
         self._lock = Lock()
         self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0)
         self._wait = 0  # iterations without slots from now on
@@ -97,31 +97,31 @@ class KVReadPlan:
 
     def status(self, away: int) -> Streamed:
         """Returns how the cache is read now. `away`: pages."""
-        way = Way.RESIDENT if not away else Way.STREAMED if self.slots.pieces else Way.ZERO_COPY
-        return Streamed(way, away, self.slots.slots, self.slots.pages, self.slots.copied, self._choice.exposed)
+        way = Way.RESIDENT if not away else Way.STREAMED if self.kv_slots.pieces else Way.ZERO_COPY
+        return Streamed(way, away, self.kv_slots.slots, self.kv_slots.pages, self.kv_slots.copied, self._choice.exposed)
 
     # -- for the thread that uses it
 
     def enter(self, extent: KVExtent, stream: int) -> None:
         """Prepares a layer's slot before it appends and is read. BallonetError, DriverError."""
-        if self.slots.slots:
+        if self.kv_slots.slots:
             with self._lock:
-                self.slots.enter(extent, stream)
+                self.kv_slots.enter(extent, stream)
 
     def map_to_host(self, extent: KVExtent) -> None:
         """Maps a layer to the host, for a read from outside or before its tokens go. BallonetError, DriverError."""
         with self._lock:
-            self.slots.map_to_host(extent)
-            if not self.slots.pieces:
-                self.slots.close()
+            self.kv_slots.map_to_host(extent)
+            if not self.kv_slots.pieces:
+                self.kv_slots.close()
         self._wait = max(self._wait, self._backoff)
         self._backoff = min(2 * self._backoff, self._tuning.look)
 
     def give(self) -> None:
         """Gives the slots back. DriverError."""
-        if self.slots.slots:
+        if self.kv_slots.slots:
             with self._lock:
-                self.slots.close()
+                self.kv_slots.close()
             self._wait = self._tuning.again
 
     def forget_iteration(self) -> None:
@@ -138,36 +138,36 @@ class KVReadPlan:
         each sequence. `extents`: of all ranges, in the order in which they compute; `link`: bytes per second. Returns
         the choice, where slots changed. BallonetError, DriverError."""
         speed = link or self._tuning.link
-        if self.slots.slots:
+        if self.kv_slots.slots:
             with self._lock:
-                self.slots.look()
+                self.kv_slots.look()
         away = sum([extent.mover.away for extent in extents])
         self._begin(rows, away, speed)
-        if self.slots.pieces:
+        if self.kv_slots.pieces:
             self._backoff = max(1, self._backoff - 1)
         if not away:
             self.give()
         if not away or self._settled(away, rows):
             return None
         layers = [extent for extent in extents if extent.layers == 1]  # several in a range cannot take turns
-        before = self.slots.slots, self.slots.pages
+        before = self.kv_slots.slots, self.kv_slots.pages
         self._choice, self._look = self._choose(layers, rows, speed), self._tuning.look
         with self._lock:
             if self._choice.way is Way.STREAMED:
                 self._stream(layers, stream)
             elif self._choice.way is Way.ZERO_COPY or away > self._within_reach:
-                self.slots.close()
-            elif self.slots.slots:  # until it is restored
-                self.slots.bind(layers)
-        if away > self.slots.pieces:
+                self.kv_slots.close()
+            elif self.kv_slots.slots:  # until it is restored
+                self.kv_slots.bind(layers)
+        if away > self.kv_slots.pieces:
             self._wait = self._tuning.again
-        return None if before == (self.slots.slots, self.slots.pages) else self._choice
+        return None if before == (self.kv_slots.slots, self.kv_slots.pages) else self._choice
 
     def _settled(self, away: int, rows: int) -> bool:
         """Is there nothing to arrange?"""
         self._wait -= 1
         self._look -= 1
-        in_slot = self.slots.pieces
+        in_slot = self.kv_slots.pieces
         if away - in_slot > in_slot // self._tuning.slack:
             return self._wait > 0 and rows == 1
         return self._look > 0
@@ -175,7 +175,7 @@ class KVReadPlan:
     def _choose(self, extents: Sequence[KVExtent], rows: int, link: float) -> Choice:
         if len(extents) < 2:
             return _ZERO_COPY
-        free = self._within_reach + self.slots.slots * self.slots.pages
+        free = self._within_reach + self.kv_slots.slots * self.kv_slots.pages
         page = self._device.page_size
         free += sum(max(0, extent.held - extent.away) for extent in extents)
         free -= self._device.budget // page // self._tuning.left
@@ -189,9 +189,9 @@ class KVReadPlan:
     def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:
         """Makes the chosen slots, and leads all that is away to them. See Note [Room for slots]."""
         wanted, most = self._choice.streamed, max(extent.away for extent in extents)
-        fits = most <= self.slots.pages and self.slots.pieces <= sum(extent.away for extent in extents)
-        if self.slots.slots != self._choice.slots or not fits:
-            self.slots.close()
+        fits = most <= self.kv_slots.pages and self.kv_slots.pieces <= sum(extent.away for extent in extents)
+        if self.kv_slots.slots != self._choice.slots or not fits:
+            self.kv_slots.close()
             self._device.reap()  # pages of former slots are free then
             wanted = max(wanted, most)
             pages = wanted + max(1, wanted // self._tuning.slack)
@@ -202,14 +202,14 @@ class KVReadPlan:
             room = self._within_reach // self._choice.slots
             if room < max(extent.away for extent in extents):
                 return
-            self.slots.open(self._choice.slots, min(pages, room))
-        if self.slots.slots:
-            self.slots.bind(extents)
+            self.kv_slots.open(self._choice.slots, min(pages, room))
+        if self.kv_slots.slots:
+            self.kv_slots.bind(extents)
 
     def _begin(self, rows: int, away: int, link: float) -> None:
         """Notes that an iteration begins, and learns from those that have ended."""
         if self._iteration is not None:
-            self._iteration.through = self.slots.pieces > 0
+            self._iteration.through = self.kv_slots.pieces > 0
         self._iteration = _Iteration(rows, away, link)
         for iteration, seconds in self._intervals.begin(self._iteration):
             if iteration.rows == 1:
@@ -227,10 +227,10 @@ class KVReadPlan:
 
     def give_if_unused(self) -> None:
         """Gives the slots back, unless the cache is leased."""
-        if self.slots.slots and not self._group.leases:
+        if self.kv_slots.slots and not self._group.leases:
             if_free(self._lock, self._close)
 
     def _close(self) -> None:
         if not self._group.leases:
             with suppress(BallonetError, PoolExhausted):
-                self.slots.close()
+                self.kv_slots.close()

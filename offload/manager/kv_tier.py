@@ -102,15 +102,15 @@ class KVTier:
         if more:
             client.goal = client.pages + more * client.grows_by
             self.manager.repayment.needs(self.number, more * client.grows_by)
-        if away or way.slots.slots:
+        if away or way.kv_slots.slots:
             self._arrange(stream, rows, away)
         else:
             way.nothing_away(rows)
         if self._arrives:
             self._arrives = self.extents.lacks_bytes_or_copying
-        turns.forward = 0 if away or way.slots.slots or self._arrives else forward
-        if way.slots.changes != self._slot_changes:
-            self._slot_changes = way.slots.changes
+        turns.forward = 0 if away or way.kv_slots.slots or self._arrives else forward
+        if way.kv_slots.changes != self._slot_changes:
+            self._slot_changes = way.kv_slots.changes
             self.manager.client_changed(self.number)
         alike = turns.forward and rows == 1 and not (turns.skipped or more or client.saving.busy)
         turns.validity, self._reclaimed = validity if alike else None, reclaimed

@@ -281,7 +281,7 @@ class Interrupted(Cache):
     @property
     def in_slots(self) -> int:
         """Pages that they have."""
-        return sum(slot.range.backed for slot in self.tier.client.way.slots._slots)
+        return sum(slot.range.backed for slot in self.tier.client.way.kv_slots._slots)
 
     def _take(self) -> None:
         device, before = self._place.device, self.in_slots

@@ -171,7 +171,7 @@ class Trace:
                 self.done.wait()
 
         tier.transfer = tier.client.saving._transfer = tier.client.way._transfer = (
-            tier.client.way.slots._filler._transfer
+            tier.client.way.kv_slots._filler._transfer
         ) = Transfers()
         append = layers.append
 
@@ -357,7 +357,7 @@ def test_any_sequence_of_calls_equals_stock(device: Device, room: Any, tuned: Tu
         fuzz.random.choice(ways)()
         device.check()
         flown += sum(
-            tier.client.way.slots.pieces > 0 for tier in tiers(kv_ranges(elastic for elastic, _ in fuzz.pairs))
+            tier.client.way.kv_slots.pieces > 0 for tier in tiers(kv_ranges(elastic for elastic, _ in fuzz.pairs))
         )
         if fuzz.pairs[0][1].get_seq_length() > 500:
             fuzz.held.clear()

@@ -55,13 +55,13 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
     assert slots > 4
     blocks.append(device.allocate((others - 1) * PAGE))
     assert streamed.flying == LAYERS
-    assert sum(slot.range.backed for slot in streamed.tier.client.way.slots._slots) >= slots - 2
+    assert sum(slot.range.backed for slot in streamed.tier.client.way.kv_slots._slots) >= slots - 2
     kv = device.snapshot()["pages"]["kv"]
     blocks.append(device.allocate(4 * PAGE))
     assert device.snapshot()["pages"]["kv"] <= kv - 4
     streamed.update()
     device.check()
-    rest = sum(slot.range.backed for slot in streamed.tier.client.way.slots._slots)
+    rest = sum(slot.range.backed for slot in streamed.tier.client.way.kv_slots._slots)
     if rest:
         blocks.append(device.allocate((device.available + rest) * PAGE))
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_tokens_are_those_of_stock_though_operators_take_slots(
 
     def between() -> None:
         nonlocal taken
-        slots = layers.tier.client.way.slots
+        slots = layers.tier.client.way.kv_slots
         before = sum(slot.range.backed for slot in slots._slots)
         if blocks and draw.random() < 0.4:
             device.deallocate(blocks.pop(draw.randrange(len(blocks))))

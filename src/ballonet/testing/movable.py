@@ -45,7 +45,7 @@ class MovableKV:
         from backings. DriverError."""
         if self._extent is None:
             return self.range.move(piece, to)
-        if to != "device" and self._tier is not None and self._tier.client.way.slots:
+        if to != "device" and self._tier is not None and self._tier.client.way.kv_slots.slots:
             return False
         return self._extent.mover.exchange(piece, to)
 
