@@ -147,6 +147,9 @@ class WeightPlans:
     # Tokens of the short `generate()` that a model has to have room for beside its weights (hooks/weights/ranges.py).
     # Chosen: a prompt and an answer of a line.
     short_use: int = 64
+    # Bytes of a layer that a replica copies until its main loop counts on. Chosen: at 100 MB/s a third of
+    # `ReplicaTuning.silent`, and far more than a copy needs to run at the full speed of the link.
+    moved: int = 32 * 2**20
     # Pages for the allocator's small blocks in that. Chosen.
     small_blocks: int = 4
     # Rows of a product up to which it reads weights on the host as fast as the link copies them: 47 to 51 GB/s with 1

@@ -48,7 +48,7 @@ def puts(*given):
     put(*given)
 
 os.pwrite, file.put = pwrite, puts
-file.written.__defaults__ = (replace(DEFAULT.timeline, rest=0.01, tries=10**6),)
+file.written.__defaults__ = (10**6, 0.01)
 with tuning(prefixes={"block": 16, "rest": 0.0, "again": 0}):
     sys.exit(main(sys.argv[2:]))
 """
