@@ -117,8 +117,8 @@ class Overview:
         self.version: Final = Version()
         progress = Progress(around.marks, around.clock)
         self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
-        self.lending: Final = Lending(window, tuning.loans)
-        self.link: Final = HostLink(device, self.lock, self._link_changed, around, tuning.traffic)
+        self.lending: Final = Lending(window)
+        self.link: Final = HostLink(device, self.lock, self._link_changed, around)
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
