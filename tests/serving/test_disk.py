@@ -23,9 +23,7 @@ from .test_server import Serving, by_stock, complete
 # next write stops in the middle, for good.
 STORING = """
 import errno, os, pathlib, sys, threading
-from dataclasses import replace
 from ballonet.__main__ import main
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.timeline import file
 from tests.tuned import tuning
 

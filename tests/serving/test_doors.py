@@ -461,7 +461,6 @@ def test_a_logger_writes_few_lines() -> None:
 
 SERVER = """
 import asyncio, resource, sys, threading, time
-from dataclasses import replace
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
