@@ -31,12 +31,12 @@ from .memory import Binding, Moment, Needs, Placed, PlanBudget, binding, everyth
 class Planning:
     """The changes that are named."""
 
+    changes: int = 3  # that are named. Chosen
     saved: float = 0.1  # part of a token's time that one has to save where nothing else is wrong. Chosen
     rounded: int = 256  # tokens that contexts are rounded to: a prediction knows no more. Chosen
 
 
 PLANNING = Planning()
-_CHANGES: Final = 3  # that are named. Chosen
 BITS: Final = (8, 4)  # of an element, with which quantized weights are tried, the mildest first
 Limit = Literal["memory", "host", "link", "compute"]
 
@@ -197,11 +197,11 @@ class PlanChange:
 def nearest(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = PLANNING
 ) -> list[PlanChange]:
-    """Returns the nearest changes, the nearest first, at most `_CHANGES`."""
+    """Returns the nearest changes, the nearest first, at most `tuning.changes`."""
     changes = [*_looser(asked, answer)]
     for changed in (_budget, _more_host, _shorter, _smaller, _quantized):
         changes += changed(asked, answer, ask, tuning)
-    return sorted(changes, key=lambda change: (change.factor, change.what))[:_CHANGES]
+    return sorted(changes, key=lambda change: (change.factor, change.what))[: tuning.changes]
 
 
 def lifts(before: PlanAnswer, after: PlanAnswer, tuning: Planning = PLANNING) -> bool:
