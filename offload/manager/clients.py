@@ -44,7 +44,7 @@ FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode":
 # Sizes of each phase, the last ones, for which one plan keeps both SLOs of a model that prefills and decodes in turn.
 # Measured: the power of two above the longest of the last 16 prompts changes with 2 to 6 % of the requests of three
 # traces (Azure code, Mooncake, ShareGPT), of the last 8 with 9 to 13 %, of one alone with 56 to 84 %.
-_SIZES: Final = 16
+SIZES: Final = 16
 
 
 class Validity(NamedTuple):
@@ -139,7 +139,7 @@ class ModelState(ClientState):
 
     def __post_init__(self) -> None:
         self.due = self.tuning.look
-        self.sizes = {phase: deque([size], _SIZES) for phase, size in FIRST.items()}
+        self.sizes = {phase: deque([size], SIZES) for phase, size in FIRST.items()}
 
     def turn_to(self, point: Point) -> None:
         """Notes that iterations of another size begin."""

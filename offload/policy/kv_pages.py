@@ -181,7 +181,7 @@ def ahead(layer: int, layers: int, width: int, *, took: bool, next_takes: bool) 
 
 
 # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
-_SPARE: Final = 32
+SPARE: Final = 32
 # 1/64 of the budget in new full pages of a prefill: then the manager is told at once, and makes a new list, which takes
 # milliseconds (docs/mechanisms.md). Chosen.
 _TELL: Final = 64
@@ -206,7 +206,7 @@ def scarce(free: int, total: int, tuning: FreePages) -> bool:
 
 def mark(total: int) -> int:
     """Pages of a budget that stay free, so that the next tokens find room."""
-    return max(1, total // _SPARE)
+    return max(1, total // SPARE)
 
 
 def worth_telling(pages: int, total: int) -> bool:
