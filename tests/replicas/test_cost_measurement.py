@@ -107,7 +107,7 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rounds", [4, 6])
 def test_disturbed_batch_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as all batches take the same nothing is known; after three tries that is an error."""
-    now, stock, begun, tuning = [0.0], process._batches, [0], replace(FEW, tries_measured=3)
+    now, stock, begun = [0.0], process._batches, [0]
     run = SpanRunner._run
 
     def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
@@ -124,7 +124,7 @@ def test_disturbed_batch_is_measured_again(rounds: int, monkeypatch: pytest.Monk
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         if rounds == 6:
             with pytest.raises(ValueError, match="do not say"):
-                measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), tuning)
+                measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW)
         else:
-            assert measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), tuning).error < 1e-2
+            assert measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW).error < 1e-2
     assert begun[0] == 6
