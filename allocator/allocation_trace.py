@@ -38,7 +38,7 @@ from .errors import TraceError
 COLUMNS: Final = ("time_us", "op", "id", "size", "stream")
 _INTEGER: Final = re.compile(r"\s*-?[0-9]{1,19}\s*")
 _EMBEDDED: Final = re.compile(rb'"base64": *"([A-Za-z0-9+/=]*)"')
-_LARGEST: Final = 2**63 - 1
+_LARGEST: Final = 2**63 - 1  # of int64
 _SEGMENTS: Final = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 AllocatorKind = Literal["native", "expandable segments", "ballonet"]

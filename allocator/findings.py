@@ -18,7 +18,7 @@ from .config import Config, cache_dir
 from .errors import NotTrusted
 from .trusted import TrustedFolder, tell
 
-FORMAT: Final = 1
+FORMAT: Final = 1  # of the file
 SETTINGS: Final[Mapping[str, type]] = {"host_pages": bool, "page_size": int, "graphs": bool}  # of Config, to choose
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 

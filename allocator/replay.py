@@ -26,7 +26,7 @@ from .config import Config, format_size
 from .errors import InvariantBroken, PoolExhausted
 
 _ROW: Final = struct.Struct("<B7xQQQ")  # op (1: an allocation, 2: a free), id, size, stream: what the core reads
-_WORD: Final = 2**64
+_WORD: Final = 2**64  # values of a word of the core
 _UNBACKED: Final = "run here, without memory"
 TORCHS: Final[tuple[AllocatorKind, ...]] = ("native", "expandable segments")
 

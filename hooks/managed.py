@@ -142,7 +142,7 @@ class Managed:
             manager = managers.of(device)
             tuning, now = manager.tuning, manager.nanoseconds
             self._patience = tuning.waiting.files
-            self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
+            self._pace = Pace(marks_of(device, now), now, device.driver_ns)
             self._weights = Weights(device, self._pace.waiting, tuning.weights)
             self._pages = manager.pages
             self._turns = Turns(self._weights.group, tuning.waiting, manager.waits)

@@ -34,7 +34,6 @@ from ..allocator.errors import ManageError, PoolExhausted
 from ..allocator.notices import warn
 from ..allocator.units import steps
 from ..offload.policy.plan import streaming
-from ..offload.policy.tuning import DEFAULT
 from ..offload.record import link, record
 from ..offload.record.record import Phase, Point, Record
 from . import compat
@@ -55,9 +54,9 @@ class Grid:
     batch: int = 8
     length: int = 2048
     seconds: float = 60.0
-    shortest: int = DEFAULT.records.shortest
-    tokens: int = DEFAULT.records.tokens
-    rounds: int = DEFAULT.records.rounds
+    shortest: int = 64  # chosen, as those below: a default grid is measured within a minute
+    tokens: int = 5  # one of them by the prefill
+    rounds: int = 3  # the median counts
 
     def sizes(self, longest: int = 0) -> list[Size]:
         """Returns (batch, length), the least work first. `longest`: the model's longest sequence, 0: not known."""
@@ -109,7 +108,7 @@ def load_or_measure(
     made = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
     made, left = measured(model, pace, made, grid or Grid())
     if residency is not None and not made.entering:
-        more = streaming_some(residency, DEFAULT.records.entering)
+        more = streaming_some(residency, 4)  # every fourth: several, and few to copy. Chosen
         made = replace(made, entering=measured_entering(model, pace, made, grid or Grid(), more))
     try:
         record.save(made, path)

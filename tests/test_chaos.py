@@ -19,9 +19,8 @@ from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.offload.policy.reclaim_order import PageSource
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of
-from ballonet.testing.chaos import OF_A_PEER, WHERE, Chaos
+from ballonet.testing.chaos import MOVES, OF_A_PEER, PAGES, WHERE, Chaos
 from ballonet.testing.sources import ReclaimSource
 
 from . import models
@@ -93,13 +92,13 @@ def test_weights_stay_on_the_device_and_only_what_moved_is_counted(
     assert set(asked["weights"]) <= {"device"}
     assert set(asked["kv"]) <= (set(WHERE) if host else {"device", "unmapped"})
     some = any(place in ("device", "host", "peer") for pieces in heavy for place in pieces.places)
-    assert len(asked["weights"]) == (5 * DEFAULT.chaos.moves if some else 0)
+    assert len(asked["weights"]) == (5 * MOVES if some else 0)
     some = any(
         place in ("device", "host", "peer", "kept") or (host and place == "alias")
         for pieces in light
         for place in pieces.places
     )
-    assert len(asked["kv"]) == (5 * DEFAULT.chaos.moves if some else 0)
+    assert len(asked["kv"]) == (5 * MOVES if some else 0)
     ways = Counter(asked["kv"])
     shown = [way for way in WHERE if host or way not in OF_A_PEER]
     expected = {"weights": len(asked["weights"]), **{f"kv_{way}": ways[way] for way in shown}}
@@ -153,14 +152,14 @@ class Layers(ReclaimSource):
 
 def test_layers_larger_than_what_a_source_is_asked_for_leave_and_come_back() -> None:
     """No layer stays away for good, whatever was reclaimed before."""
-    chaos, layers = Chaos(1, host=True), Layers(DEFAULT.chaos.pages + 1)
+    chaos, layers = Chaos(1, host=True), Layers(PAGES + 1)
     for _ in range(400):
         chaos.reclaim([layers])
     assert layers.seen >= {8, 7, 6}
     moved = chaos.reclaimed
     gone, back = moved["hidden weights", "reclaim"], moved["hidden weights", "restore"]
-    assert gone - back == (8 - layers.here) * (DEFAULT.chaos.pages + 1)
-    assert back > 8 * (DEFAULT.chaos.pages + 1), "more than all of them once"
+    assert gone - back == (8 - layers.here) * (PAGES + 1)
+    assert back > 8 * (PAGES + 1), "more than all of them once"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 
 import ballonet
 from ballonet.allocator import _native, device_choice
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.kv_pages import AHEAD
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("allocator", "offload", "hooks", "facade")
@@ -96,82 +97,46 @@ def test_no_circles_where_import_linter_does_not_look(trees: dict[Path, ast.Modu
         TopologicalSorter({"peer": {"bandwidth"}, "bandwidth": {"peer"}}).prepare()
 
 
-# Numbers that are facts, of a format, a driver, a file system or a machine, or that only name something. What decides
-# lies in offload/policy/tuning.py and allocator/defaults.py.
-FACTS = {
-    "allocator/control.py": {"LONGEST", "LONGEST_ANSWER"},
-    "allocator/findings.py": {"FORMAT"},
-    "allocator/preflight/driver_probes.py": {"MIB"},
-    "allocator/preflight/run.py": {"SAID"},
-    "allocator/preflight/torch_probes.py": {"PAGES"},
-    "allocator/allocation_trace.py": {"_LARGEST"},
-    "allocator/replay.py": {"_WORD"},
-    "offload/manager/kv_client.py": {"_FIRST_SLICE"},
-    "offload/manager/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
-    "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
-    "offload/policy/layout.py": {"ALIGNMENT"},
-    "offload/policy/coordinator.py": {"FIXED"},
-    "offload/policy/turns.py": {"SHARED"},  # the number of no model
-    "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
-    "offload/record/record.py": {"FORMAT"},
-    "offload/residency/kv_slots.py": {"_TAKEN"},
-    "offload/timeline/file.py": {"_LETTER", "_LINE", "_LINES"},  # of a picture
-    "offload/residency/prefix_files.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
-    "offload/residency/weights_file.py": {"LONGEST_HEADER", "TICK"},
-    "hooks/device/streams.py": {"_RELAXED"},
-    "hooks/kv/ranges.py": {"_ALIGNMENT"},
-    "hooks/memory_snapshot.py": {"PROTOCOL"},
-    "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
-    "hooks/prefix/identity.py": {"SAMPLES"},
-    "hooks/pieces/outlook.py": {"_PROMPT"},
-    "hooks/pieces/batch.py": {"SMALLEST"},  # rows below which no other kernels are taken
-    "hooks/pieces/plans.py": {"CHANGES", "PROOFS", "VARIANTS"},  # two lengths are what a proof is
-    "hooks/pieces/recipe.py": {"OUTSIDE"},
-    "hooks/plan/needs.py": {"_INDEX"},
-    "hooks/programs/model_info.py": {"_UNLIMITED"},
-    "hooks/replicas/held_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
-    "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
-    "hooks/replicas/link.py": {"HEADER_BYTES"},
-    "hooks/replicas/on_ray.py": {"_FOREVER"},  # Ray's word
-    "hooks/replicas/ray_node.py": {"_STORE"},  # Ray's minimum
-    "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
-    "hooks/sampling/sampler.py": {"WORD"},  # bits of int32
-    "hooks/server/answers.py": {"_IMPOSSIBLE"},  # OpenAI's
-    "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
-    "hooks/server/render_worker.py": {"_PDEATHSIG"},  # of Linux
-    "hooks/server/requests.py": {"_SEEDS"},
-    "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
-    "hooks/weights/files.py": {"_ENTRY"},
-    "hooks/weights/ranges.py": {"_LOGITS"},
-    "hooks/weights/model_parts.py": {"_WIDEST"},
-}
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
 
-def numbers(tree: ast.Module) -> Iterator[str]:
-    """Names in capitals that a module gives to numbers."""
-    for node in tree.body:
+def numbers(body: Sequence[ast.stmt], fields: bool) -> Iterator[ast.stmt]:
+    """Statements that give a number to a name: one in capitals, or a field of a class."""
+    for node in body:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
             target, value = node.target, node.value
         elif isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
+        elif isinstance(node, ast.ClassDef) and fields:
+            yield from numbers(node.body, fields)
+            continue
         else:
             continue
         parts = list(ast.walk(value))
         constants = [part.value for part in parts if isinstance(part, ast.Constant)]
         if not all(isinstance(part, _ARITHMETIC) for part in parts) or not {*map(type, constants)} <= {int, float}:
             continue
-        if isinstance(target, ast.Name) and target.id.isupper():
-            yield target.id
+        if isinstance(target, ast.Name) and (fields or target.id.isupper()):
+            yield node
 
 
-def test_numbers_that_decide_lie_in_one_place(trees: dict[Path, ast.Module]) -> None:
-    facts = {
-        str(path.relative_to(ROOT)): names
-        for _, path in SOURCES
-        if path.name not in ("tuning.py", "defaults.py") and (names := {*numbers(trees[path])})
-    }
-    assert facts == FACTS
+def unexplained(text: str, tree: ast.Module, fields: bool = False) -> list[str]:
+    """Numbers with no comment on their line, nor above them in their paragraph."""
+    lines, found = text.splitlines(), list[str]()
+    for node in numbers(tree.body, fields):
+        paragraph = itertools.takewhile(str.strip, reversed(lines[: node.lineno - 1]))
+        if "#" not in lines[node.lineno - 1] and not any(line.strip().startswith("#") for line in paragraph):
+            found.append(lines[node.lineno - 1].strip())
+    return found
+
+
+def test_numbers_say_why_they_are_so(trees: dict[Path, ast.Module]) -> None:
+    """Numbers in capitals, which decide or are facts, and all fields that a manager or a controller hands on."""
+    for _, path in SOURCES:
+        assert unexplained(path.read_text(), trees[path], path.name == "tuning.py") == [], path
+    example = "# Measured.\nA = 2**3\nB = 4\n\nC = 5\nclass D:\n    e: int = 6\n"
+    assert unexplained(example, ast.parse(example)) == ["C = 5"]
+    assert unexplained(example, ast.parse(example), fields=True) == ["C = 5", "e: int = 6"]
 
 
 def includes_above(folder: str, text: str) -> list[str]:
@@ -217,7 +182,7 @@ def test_folders_of_the_core_include_one_way() -> None:
 def test_numbers_of_python_and_the_core_agree() -> None:
     match = re.search(r"kAheadBytes = ([\d']+);", (CSRC / "base" / "tuning.h").read_text())
     assert match is not None
-    assert int(match[1].replace("'", "")) == DEFAULT.kv_growth.ahead
+    assert int(match[1].replace("'", "")) == AHEAD
 
 
 def test_every_module_is_in_the_architecture() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from ballonet.allocator._native import Transfer
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link
 
 from .core import PAGE, Core, opened
@@ -212,8 +210,8 @@ def test_time_that_work_loses_beside_copies_is_told(monkeypatch: pytest.MonkeyPa
     with opened(budget=64, host_budget=64) as core:
         before, beside = held(core), Beside()
         monkeypatch.setattr(link, "Transfer", lambda device: beside)
-        tuning = replace(DEFAULT.link, layer=2 * PAGE, beside=5 * 2 * PAGE / 1e6)  # five copies
-        assert link.lost(core.device, 1e6, beside.work, beside, tuning) == pytest.approx(1 / 3)
+        copied = {"layer": 2 * PAGE, "beside": 5 * 2 * PAGE / 1e6}  # five copies
+        assert link.lost(core.device, 1e6, beside.work, beside, **copied) == pytest.approx(1 / 3)
         assert beside.most == 2, "one is on its way, and one behind it"
         assert held(core) == before
     with opened(budget=2, host_budget=0) as core:

@@ -219,7 +219,7 @@ def test_traffic_is_what_others_send() -> None:
     device, clock = FakeDevice(10), Clock()
     told: list[float] = []
     nvml = FakeLink(device, clock)
-    watcher = Traffic(nvml, lambda: sent(device), told.append, clock, DEFAULT.traffic)
+    watcher = Traffic(nvml, lambda: sent(device), told.append, clock)
     assert sent(device) == 0
     nvml.own = 10**6
     assert watcher.look()

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ballonet.offload.manager.clients import SIZES
 from ballonet.offload.policy.coordinator import LinkClient, Refusal, Shares, share
 from ballonet.offload.policy.coordinator import options as options_of
+from ballonet.offload.policy.kv_pages import SPARE
 from ballonet.offload.policy.plan import Costs, Plan, at_interval, fewest, meeting
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import PHASES, Point
@@ -21,7 +23,7 @@ from ballonet.offload.record.record import PHASES, Point
 from .fake_manager import EQUAL, LINK, PAGE, FakeModel, a_manager, keys
 from .links import fair
 
-PAGES, PLANS = DEFAULT.pages, DEFAULT.weights
+PAGES = DEFAULT.pages
 
 
 def both_kept(client: FakeModel, interval: int) -> bool:
@@ -88,7 +90,7 @@ def test_answers_and_prompts_of_several_sizes_keep_one_plan() -> None:
     for prompt in (8, 16, 8, 8, 16):
         answer(prompt)
     assert a.loaded == before
-    for _ in range(PLANS.sizes):
+    for _ in range(SIZES):
         answer(8)
     assert len(a.plan.streamed) > 2, "long ago counts no more"
 
@@ -242,7 +244,7 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     """Select-N, coordinator: whatever both streamed before, and with whatever pages; and nobody's pages are missing."""
     options, free = drawn
     device, manager, _, them = a_manager(1000, *options)
-    device.kv = device.free - free - 1000 // PAGES.spare
+    device.kv = device.free - free - 1000 // SPARE
     room = free + sum(client.device_pages for client in them)
     clients = [
         LinkClient(

@@ -32,7 +32,7 @@ SECONDS = 120  # that a message may take: only one that never comes takes them
 PATIENT = """
 from dataclasses import replace
 from ballonet.hooks.watch.processes import DEFAULT, WatchedProcesses
-WatchedProcesses.__init__.__kwdefaults__["tuning"] = replace(DEFAULT.watching, patience=600.0)
+WatchedProcesses.__init__.__kwdefaults__["patience"] = 600.0
 """
 TABLE = "text/html"
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -14,8 +14,7 @@ import torch
 from ballonet.hooks.cache_argument import CACHE_NAMES
 from ballonet.hooks.device import streams as marking
 from ballonet.hooks.device.streams import CudaMarks, HostMarks
-from ballonet.hooks.measure.pace import Measured, Pace, point_of
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.hooks.measure.pace import PENDING, Measured, Pace, point_of
 from ballonet.offload.record.record import Point
 
 from . import core, tuned
@@ -153,12 +152,12 @@ def test_marks_are_used_again_without_waiting() -> None:
     for _ in range(9):
         pace.begin(HERE)  # is interrupted
     assert marks.made == 6
-    for _ in range(3 * DEFAULT.records.pending):
+    for _ in range(3 * PENDING):
         marks.launch(1)
         forward(pace, clock, 0)
-    assert marks.made <= 2 * DEFAULT.records.pending + 2
+    assert marks.made <= 2 * PENDING + 2
     catch_up(marks)
-    assert len(pace.drain()) == DEFAULT.records.pending
+    assert len(pace.drain()) == PENDING
 
 
 def test_captured_forward_is_not_measured() -> None:

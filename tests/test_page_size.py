@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.layout import fitting
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.layout import ENDS, fitting
+from ballonet.offload.policy.layout import ROUNDING as LIMIT
 
 KIB, MIB = 2**10, 2**20
-LIMIT, ENDS = DEFAULT.serving.rounding, DEFAULT.serving.ends
 
 
 @given(st.lists(st.integers(1, 64 * MIB), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 2**34))

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.plan import Costs, Plan
 from ballonet.offload.policy.planner.answer import (
+    BITS,
     Forecast,
     Limit,
     PlanAnswer,
     PlanChange,
+    Planning,
     Question,
     What,
     answered,
@@ -319,7 +321,7 @@ def test_layers_that_had_to_stream_while_the_model_was_loaded_are_back_in_long_a
 
 # -- what would help
 
-TRIED = replace(DEFAULT.planning, saved=0.5, rounded=4)
+TRIED = Planning(saved=0.5, rounded=4)
 
 
 @st.composite
@@ -379,7 +381,7 @@ def test_the_nearest_changes_are_those_of_all_that_are_tried(
         "host": range((asked.host or 0) + 1, before.all + 1) if before.limit == "host" else (),
         "context": [length for length in range(asked.context - 1, 0, -1) if length % unit == 0],
         "batch": range(asked.batch - 1, 0, -1),
-        "weights": TRIED.bits,
+        "weights": BITS,
     }
     names = {"budget": "pages", "weights": "bits"}
     expected = []

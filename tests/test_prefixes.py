@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballonet.offload.policy import prefixes
 from ballonet.offload.policy.prefixes import Density, Hits, Index, Recency, chain, densities
-from ballonet.offload.policy.tuning import BlockDensity
 
 MOONCAKE = File(__file__).parents[2] / "shared" / "data" / "traces" / "mooncake_conversation_trace.jsonl"
 Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
@@ -323,7 +322,7 @@ def test_density_is_that_of_the_best_time_to_stop(steps: list[tuple[float, float
 
 
 def test_counts_of_long_ago_weigh_less() -> None:
-    policy = Density(BlockDensity(learned=10))
+    policy = Density(learned=10)
     index = Index(None, policy)
     index.insert("a", 1)
     for _ in range(200):

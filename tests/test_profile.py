@@ -99,9 +99,9 @@ def test_the_median_of_what_is_left_without_stalls_and_without_the_first(llama: 
     assert set(timed.seconds) == {Point(phase, batch, 64) for phase in ("prefill", "decode") for batch in (1, 2)}  # type: ignore[arg-type]
     for batch in (1, 2):
         assert timed.seconds[Point("prefill", batch, 64)] == pytest.approx(batch * 0.064)
-        steps = [batch * 0.001 * (64 + step) for step in range(DEFAULT.records.tokens - 1)]
+        steps = [batch * 0.001 * (64 + step) for step in range(Grid().tokens - 1)]
         assert timed.seconds[Point("decode", batch, 64)] == pytest.approx(sum(steps) / len(steps))
-        assert slow.calls.count((batch, 64)) == 1 + DEFAULT.records.rounds
+        assert slow.calls.count((batch, 64)) == 1 + Grid().rounds
 
 
 def test_host_time_of_a_streamed_layer_is_what_a_step_takes_longer_for_each(llama: Any) -> None:
@@ -367,7 +367,7 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
         page_seconds = facts["page_size"] / facts["bandwidth"]
         costs = Costs(tuple(facts["layers"]), fact["seconds"], page_seconds, facts["entering"])
         assert fact["ratio"] == pytest.approx(float(costs.ratio))
-        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * fact["seconds"]]
+        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= (1 + DEFAULT.prices.hidden) * fact["seconds"]]
         assert fact["hidden"] == fast[0]
     (slo,) = facts["slos"]
     assert (slo["phase"], slo["slo"], slo["listed"]) == ("decode", 0.08, pytest.approx(0.08))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
 from ballonet.offload.manager.client import KEYS_PER_CLIENT
+from ballonet.offload.manager.reclaim import CLEAN
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.price import Price
 from ballonet.offload.policy.reclaim_order import LISTED, Candidate, PageSource, above_floors, ordered
@@ -378,7 +379,7 @@ def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> No
     device.kv = device.free - 320 // PAGES.short + 1
     a.step(manager)
     cache.step(1)
-    ahead = 320 // DEFAULT.write_behind.clean
+    ahead = 320 // CLEAN
     assert cache.clean == {*range(ahead)}, "those that are taken first, and a part of the budget at most"
     copied = len(cache.asked_to_copy)
     a.arrange(manager, streaming(EQUAL, (0, 2, 4, 6), 1))

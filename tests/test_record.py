@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.plan import Costs, at_interval, fitting, meeting
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import (
+    GRID,
+    WINDOW,
     Point,
     Record,
     Unusable,
@@ -23,8 +24,6 @@ from ballonet.offload.record.record import (
     path_of,
     save,
 )
-
-GRID, WINDOW = DEFAULT.records.grid, DEFAULT.records.window
 
 KEY = {"model": "abc", "device": "H200", "driver": "580"}
 POINTS = {Point("decode", 1, 128): 0.02, Point("decode", 4, 128): 0.03, Point("decode", 1, 512): 0.025}

@@ -18,9 +18,8 @@ from ballonet.allocator import _native, devices
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count, Events, LoggedEvent
-from ballonet.offload.policy.tuning import Timelines
 from ballonet.offload.timeline.file import Row
-from ballonet.offload.timeline.recorder import Recorder, Recorders, mark, recorders_of
+from ballonet.offload.timeline.recorder import Recorder, Recorders, Timelines, mark, recorders_of
 
 from .core import eventually
 

@@ -18,7 +18,6 @@ import pytest
 
 from ballonet.allocator.errors import ConfigError
 from ballonet.allocator.events import Events, LoggedEvent
-from ballonet.offload.policy.tuning import Timelines
 from ballonet.offload.timeline import file as recording_file
 from ballonet.offload.timeline.file import SeriesRecording
 
@@ -195,7 +194,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        recording_file.written(fail, "a.json", Timelines(tries=2))
+        recording_file.written(fail, "a.json", tries=2)
     assert len(naps) == 2
 
 

@@ -28,7 +28,7 @@ from ballonet.allocator.shared_ledger import SharedLedger, ledgers, started
 from ballonet.hooks.device import shared, shared_total
 from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.processes import WatchedProcesses
-from ballonet.offload.policy.tuning import DEFAULT, Sharing
+from ballonet.offload.policy.shares import SHARING, Sharing
 
 from .core import eventually
 from .models import build, prompts
@@ -142,7 +142,7 @@ def test_process_that_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
     monkeypatch.setattr(shared, "facts_of", counted)
     if when == "before it is asked":
         stop()
-    with here(True, replace(DEFAULT.sharing, silent=600.0)) as share:
+    with here(True, replace(SHARING, silent=600.0)) as share:
         assert not asked, "its floor was free"
         share.reserve(8 * MIB)
         share.reserve(8 * MIB)
@@ -160,7 +160,7 @@ def test_process_that_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
 
 
 def test_pages_that_steps_lack_are_asked_for_and_may_come_as_long_as_others_use_them(start: Start) -> None:
-    process, sharing = start(16 * MIB), replace(DEFAULT.sharing, dwell=0.0, patience=60.0, answer=60.0, lacking=600.0)
+    process, sharing = start(16 * MIB), replace(SHARING, dwell=0.0, patience=60.0, answer=60.0, lacking=600.0)
     process.do(f"get {12 * MIB}")
     with here(True, sharing) as share:
         assert not share.may_grow
@@ -182,7 +182,7 @@ def test_pages_that_steps_lack_are_asked_for_and_may_come_as_long_as_others_use_
 def test_a_ledger_that_stays_is_not_read_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(16 * MIB)
     read, reads = SharedLedger.read, list[int]()
-    with here(True, replace(DEFAULT.sharing, reread=600.0)) as share:
+    with here(True, replace(SHARING, reread=600.0)) as share:
         share._keep_ahead()
         monkeypatch.setattr(SharedLedger, "read", lambda ledger: (reads.append(1), read(ledger))[1])
         for _ in range(20):
@@ -195,7 +195,7 @@ def test_a_ledger_that_stays_is_not_read_again(start: Start, monkeypatch: pytest
 
 
 @contextmanager
-def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared.Share]:
+def here(wanted: int | bool, sharing: Sharing = SHARING, **settings: Any) -> Iterator[shared.Share]:
     """Has this process share it, too."""
     devices.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
@@ -293,8 +293,7 @@ def test_a_total_waits_for_who_answers_late(start: Start, monkeypatch: pytest.Mo
 def test_figures_are_published(
     start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = replace(DEFAULT.watching, patience=60.0)
-    monkeypatch.setitem(WatchedProcesses.__init__.__kwdefaults__, "tuning", patient)
+    monkeypatch.setitem(WatchedProcesses.__init__.__kwdefaults__, "patience", 60.0)
     process = start(16 * MIB)
     with here(True) as share:
         for what, wanted in {"total": 16 * MIB, "part": share.part, "floor": FLOOR}.items():
@@ -315,7 +314,7 @@ def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iter
     share_in(tmp_path, monkeypatch)
     tuned(weights={"large": 2**11})
     ballonet.install(64 * MIB, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
-    shared.join(devices.of(), 16 * MIB, 0, 0, replace(DEFAULT.sharing, patience=300.0))
+    shared.join(devices.of(), 16 * MIB, 0, 0, replace(SHARING, patience=300.0))
     part = devices.of().shared
     assert isinstance(part, shared.Share)
     yield part

@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.shares import Sharer, shares
-from ballonet.offload.policy.tuning import Sharing
+from ballonet.offload.policy.shares import Sharer, Sharing, shares
 
 TUNING = Sharing(dwell=2.0, margin=16)
 TOTAL = 1600

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.timings import Timings
 from ballonet.offload.policy.plan import Costs, Plan, at_interval, meeting
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point, Record
 
 from .fake_manager import EQUAL, LINK, a_manager
@@ -20,7 +19,7 @@ def timed(seconds: float, pieces: bool, point: Point = HERE) -> Measured:
 
 def after(*steps: tuple[float, bool], record: Record | None = None) -> Timings:
     """The times of a model that has made these decode steps: (seconds, by pieces?)."""
-    timings = Timings(lambda: float(LINK), DEFAULT.weights)
+    timings = Timings(lambda: float(LINK))
     timings.record = record
     for seconds, pieces in steps:
         timings.note(timed(seconds, pieces))
@@ -89,7 +88,7 @@ def test_the_manager_judges_an_slo_by_the_time_of_a_step_by_pieces() -> None:
 
 def test_time_of_a_step_that_streams_counts_without_the_host_time_of_its_layers() -> None:
     """What the host took for each of them is added to what a plan takes, and would count twice."""
-    timings = Timings(lambda: float(LINK), DEFAULT.weights)
+    timings = Timings(lambda: float(LINK))
     timings.record = Record({}, float(LINK), entering=0.001)
     timings.note(timed(EAGER, False), at_interval(EQUAL, 2))
     timings.learn()

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import control, devices
 from ballonet.hooks.watch.processes import WatchedProcesses
-from ballonet.offload.policy.tuning import DEFAULT
 
 from .counting import each_call
 from .models import build, prompts
@@ -70,8 +68,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where processes of the tests listen. Its name is short: the path of a socket may have 107 bytes."""
     made = Path(tempfile.mkdtemp(prefix="b-"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(made))
-    patient = replace(DEFAULT.watching, patience=600.0)
-    monkeypatch.setitem(WatchedProcesses.__init__.__kwdefaults__, "tuning", patient)
+    monkeypatch.setitem(WatchedProcesses.__init__.__kwdefaults__, "patience", 600.0)
     yield made
     shutil.rmtree(made)
 

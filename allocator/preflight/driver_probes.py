@@ -17,7 +17,7 @@ from typing import Any
 from .cuda import DEVICE, HOST, Cuda
 
 Tell = Callable[[str, Any], None]
-MIB = 2**20
+MIB = 2**20  # bytes
 
 
 def tell(name: str, value: Any) -> None:

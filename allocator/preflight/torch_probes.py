@@ -22,7 +22,7 @@ from ..config import Config
 from .driver_probes import MIB, Tell, answered
 
 _BYTES = 1, 8  # DLPack: unsigned integers of 8 bits
-PAGES = 8
+PAGES = 8  # of a range
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -20,7 +20,6 @@ from transformers.generation.continuous_batching.utils import find_num_key_value
 
 from ...allocator.errors import DriverError
 from ...offload.policy.admission import logit_rows
-from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
@@ -28,6 +27,8 @@ from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
 from .blocks import ListedBlocks, PromptBlocks
 from .pages import RESERVED, NewBlock, RequestPages, SectorPages, SectorPool
+
+_STATICS: Final = 16  # inputs and masks of the largest batch, always there, take 1/16 of the budget at most. Chosen
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -46,7 +47,6 @@ class ElasticPagedCache(PagedAttentionCache):
         *args: Any,
         model: Batched,
         way: Way | None = None,
-        tuning: Serving = DEFAULT.serving,
         **kwargs: Any,
     ) -> None:
         """PagedAttentionCache works out the geometry. `way`: of attention by request (attention.py), None for that of
@@ -64,7 +64,6 @@ class ElasticPagedCache(PagedAttentionCache):
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.vocabulary: int = config.vocab_size
-        self._tuning = tuning
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
         self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see pages.py
         handler = PagedAttentionMemoryHandler(
@@ -81,7 +80,7 @@ class ElasticPagedCache(PagedAttentionCache):
             handler.num_attention_masks, handler.kv_heads_at_peak = 0, 2 * find_num_key_value_heads(config)
         self.sizes = Sizes.of_handler(handler, config.num_hidden_layers)
         masks, size, budget = masks_of(handler), self.dtype.itemsize, reach(on)
-        most, part = handler._default_max_batch_tokens, tuning.statics
+        most, part = handler._default_max_batch_tokens, _STATICS
         self.max_batch_tokens = continuous_batching_config.max_batch_tokens or largest_batch(
             budget, part, self.sizes, masks, size, most
         )
@@ -138,7 +137,7 @@ class ElasticPagedCache(PagedAttentionCache):
     @property
     def logit_rows(self) -> int:
         """Rows of logits that a step may work on at once."""
-        return logit_rows(self.on.budget, self.vocabulary, self._tuning)
+        return logit_rows(self.on.budget, self.vocabulary)
 
     def evict_kept(self, nbytes: int) -> bool:
         """Drops blocks that are only kept for prompts, the least valuable first, until sectors of so many bytes are

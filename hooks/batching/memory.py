@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
-from ...offload.policy.admission import Admission, LogicalBuffer, Memory, can_ever_run
+from ...offload.policy.admission import RESERVE, Admission, LogicalBuffer, Memory, can_ever_run
 from ...offload.policy.reclaim_order import PageSource
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import reach
@@ -37,7 +37,7 @@ class RequestMemory:
         self._grown = 0, 0  # bytes idle in the heap after a batch for which it could grow freely, and of its estimate
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
         host = int(tuning.most * host)
-        self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
+        self.buffer = LogicalBuffer(host, cache.on.page_size, host, tuning)
         self._aside = 0 if tuning.activations_give else _stock_aside(cache, measured())  # bytes for activations only
 
     def now(self, *, plain: bool = False) -> Memory:
@@ -144,7 +144,7 @@ def memory_of(pages: SectorPages) -> Memory:
         idle,
         (device.available + offered.pages + resting) * page,
         (host - resting) * page,
-        device.budget // manager.tuning.serving.reserve,
+        device.budget // RESERVE,
         dirty=(offered.dirty + resting) * page,
         room=host * page,
         in_use=offered.in_use * page,
@@ -159,4 +159,4 @@ def most_of(pages: SectorPages) -> Memory:
     given = min(weights, manager.reclaim.offered(client.number).pages)
     total = reach(device) - (weights - given) * device.page_size
     host = (host_pages_left(device) + manager.displaced) * device.page_size
-    return Memory(0, 0, total, host, device.budget // manager.tuning.serving.reserve)
+    return Memory(0, 0, total, host, device.budget // RESERVE)

@@ -23,7 +23,6 @@ from torch import nn
 from ...allocator.interrupts import Finalizer
 from ...allocator.notices import warn
 from ...allocator.patches import SharedPatch, Undo
-from ..device import managers
 from .batched import Batched
 
 if TYPE_CHECKING:
@@ -162,8 +161,7 @@ def _replace() -> Iterator[Undo]:
         _thread.way = way = choose_way(config, settings, kwargs["device"], dtype, find_head_dim(config))
         if way is not None:  # only now: each layer of each token of `generate()` would pay for it, too
             _attached.also("sdpa", lambda: _put(functions, "sdpa", attending(functions["sdpa"])))
-        tuning = managers.of(model.device).tuning.serving
-        make = functools.partial(ElasticPagedCache, model=model, way=way, tuning=tuning, **kwargs)
+        make = functools.partial(ElasticPagedCache, model=model, way=way, **kwargs)
         with torch.inference_mode(False):  # the loop runs in its caller's mode, and the next one may be another's
             return make() if model.loop_caches is None else model.loop_caches.take(settings, dtype, way, make)
 

@@ -80,7 +80,7 @@ class ElasticScheduler(Scheduler):
         manager, device = cache.pages.client.manager, cache.model.device
         marks = marks_of(device, manager.nanoseconds)
         driver = device.driver_ns if manager.nanoseconds is time.monotonic_ns else int  # the driver's clock is real
-        self.times = StepTimes(marks, driver, manager.tuning.records.pending)
+        self.times = StepTimes(marks, driver)
         self.recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(device))
         self.place = PlaceInTurns(cache, self.slos, self.takes_turns)
         super().__init__(cache, 0.0, max_requests_per_batch)

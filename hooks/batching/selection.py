@@ -39,6 +39,8 @@ from .memory import RequestMemory
 Candidate = tuple[Any, int]  # (transformers' state of a request, the new tokens that it would have in the batch)
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
 Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
+# So many steps of prompts alone may follow one another before those that decode have one: a gap of five steps. Chosen.
+_PROMPTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,7 @@ class Selection:
         if not too_long and not self._cache.model.costs.apart(*parts):
             return [admitted]
         hurry = too_long or any(self._slos.asked(state.request_id).tpot is not None for state, _ in decoding)
-        self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
+        self._in_row = (self._in_row + 1) % ((1 if hurry else _PROMPTS) + 1)
         return [prompts, decoding] if self._in_row else [decoding, prompts]
 
     def needed(self, candidates: Iterable[Candidate]) -> int:

@@ -13,17 +13,16 @@ import torch
 
 from ...offload.policy.step_costs import Step
 from ..device.streams import Marks
+from ..measure.pace import PENDING
 
 
 class StepTimes:
     """The times of one loop's steps, on the thread that computes them."""
 
-    def __init__(self, marks: Marks, driver: Callable[[], int], pending: int) -> None:
-        """`driver`: returns the ns that the calling thread has spent in the driver so far. `pending`: how many steps
-        may wait to be read; older ones are forgotten."""
+    def __init__(self, marks: Marks, driver: Callable[[], int]) -> None:
+        """`driver`: returns the ns that the calling thread has spent in the driver so far."""
         self._marks = marks
         self._driver = driver
-        self._pending = pending
         self._begun: tuple[Step, Any, int] | None = None
         self._ended: deque[tuple[Step, Any, Any, float]] = deque()
 
@@ -42,7 +41,7 @@ class StepTimes:
             moved = 0.0 if self._marks.ahead else (self._driver() - driver) / 1e9  # a GPU computes meanwhile
             with on(stream):
                 self._ended.append((step, first, self._marks.mark(), moved))
-            if len(self._ended) > self._pending:
+            if len(self._ended) > PENDING:
                 _, *marks, _ = self._ended.popleft()
                 self._marks.release(marks)
 

@@ -118,11 +118,11 @@ def measure_link(device: Device, manager: MemoryManager, leave: int = 0) -> None
     def measure() -> None:
         if manager.link.bandwidth is None:
             with relaxed(device), suppress(DriverError):  # a driver may say it has host pages and give none
-                if (speed := link.measure(device, leave=leave, tuning=manager.tuning.link)) is not None:
+                if (speed := link.measure(device, leave=leave)) is not None:
                     manager.link.bandwidth = speed
         if manager.link.peer_bandwidth is None and device.peer is not None:
             with relaxed(device), suppress(DriverError):
-                if (speed := link.measure(device, leave=leave, place="peer", tuning=manager.tuning.link)) is not None:
+                if (speed := link.measure(device, leave=leave, place="peer")) is not None:
                     manager.link.peer_bandwidth = speed
 
     if_free(_measuring, measure)

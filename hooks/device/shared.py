@@ -41,8 +41,7 @@ from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
 from ...allocator.notices import warn
 from ...allocator.shared_ledger import SharedLedger, SharedParts
 from ...allocator.units import format_size
-from ...offload.policy.shares import Sharer, shares
-from ...offload.policy.tuning import Sharing
+from ...offload.policy.shares import Sharer, Sharing, shares
 from . import managers
 from .shared_total import ask_to_give, facts_of, member_of
 
@@ -76,6 +75,10 @@ class _Giving:
             return self._now
 
 
+_LOOK: Final = 0.1  # seconds between looks whether a process that works has few free pages left: decode steps. Chosen
+_REFUSAL: Final = 0.2  # seconds that a refusal holds, twice as long each time up to `Sharing.dwell`: as above. Chosen
+
+
 class Share:
     """The part of this process. Thread-safe."""
 
@@ -94,7 +97,7 @@ class Share:
         self._giving = _Giving()
         self._raised = -math.inf  # when the part was raised last
         self._refused = -math.inf  # the time until which it does not ask again
-        self._pause = tuning.again / 2  # seconds that the last refusal held
+        self._pause = _REFUSAL / 2  # seconds that the last refusal held
         self._lacking = 0, -math.inf  # (bytes that it could use more, until when that counts)
         self._open = False  # may others still be asked for lacking bytes? False while they use all of theirs
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
@@ -237,7 +240,7 @@ class Share:
             device.hear_shortages(0, 0)  # no allocation waits for an answer from now on
 
     def _hear(self, device: Device) -> None:
-        (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
+        (missing, last), before = device.shortage(round(_LOOK * 1e9)), self.part
         kept = False
         try:
             if missing:
@@ -287,7 +290,7 @@ class Share:
         now = self._clock()
         active = standing if standing is not None and standing.active else None
         lacking = self._lacks + (0 if active is None else active.away * device.page_size)
-        slack, wanted = self._total // self._tuning.step, self.part + lacking
+        slack, wanted = self._total // self._tuning.margin, self.part + lacking
         if lacking and same and now < self._refused:
             return
         if lacking:
@@ -306,7 +309,7 @@ class Share:
             return None
         try:
             before = self.part
-            most = before + nbytes + self._total // self._tuning.step
+            most = before + nbytes + self._total // self._tuning.margin
             self._put(self._found(before + nbytes, most, others=False))
         finally:
             self._moving.release()
@@ -385,7 +388,7 @@ class Share:
         self._free = now.free // page
         self._others_floors = sum(part.floor for pid, part in now.parts.items() if pid != me)
         if total != self._total:
-            self._total, self._refused, self._pause = total, -math.inf, self._tuning.again / 2
+            self._total, self._refused, self._pause = total, -math.inf, _REFUSAL / 2
             self._runtime.device.hear_shortages(total // page, round(2 * self._tuning.patience * 1e9))
 
     # -- the budget; the caller holds `_moving`
@@ -394,7 +397,7 @@ class Share:
         if part > self.part:
             self._runtime.device.set_budget(part)
             lacking, until = self._lacking
-            self._lacking, self._pause = (max(0, lacking - part + self.part), until), self._tuning.again / 2
+            self._lacking, self._pause = (max(0, lacking - part + self.part), until), _REFUSAL / 2
             self.part, self._raised = part, self._clock()
 
     def _lower(self, part: int, patience: float) -> None:
@@ -420,7 +423,7 @@ class Share:
         used = max(0, used) * page
         if standing is None or not standing.active:
             return used, used + self._lacks
-        used = min(self.part, used + self._total // (2 * self._tuning.step))
+        used = min(self.part, used + self._total // (2 * self._tuning.margin))
         return used, used + standing.away * page + self._lacks
 
 

@@ -14,8 +14,7 @@ from ...allocator import control
 from ...allocator.errors import BallonetError, NotReachable, SharedBudgetError
 from ...allocator.shared_ledger import SharedLedger, SharedParts, ledgers
 from ...allocator.units import format_size
-from ...offload.policy.shares import Sharer, shares
-from ...offload.policy.tuning import DEFAULT
+from ...offload.policy.shares import SHARING, Sharer, shares
 
 
 def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
@@ -67,7 +66,7 @@ def change_total(device: str | None, total: int | None, timeout: float) -> list[
 
 
 def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
-    now, tuning = ledger.aim(total), DEFAULT.sharing
+    now, tuning = ledger.aim(total), SHARING
     while now.total != total:
         before, parts = now.taken, sorted(now.parts.items())
         facts = [facts_of(pid, part.number, tuning.answer) for pid, part in parts]
@@ -90,7 +89,7 @@ def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
 def _said(ledger: SharedLedger) -> dict[str, Any]:
     now, rows = ledger.read(), []
     for pid, part in now.parts.items():
-        facts = facts_of(pid, part.number, DEFAULT.sharing.answer)
+        facts = facts_of(pid, part.number, SHARING.answer)
         seen = {key: None if facts is None else facts[key] for key in ("used", "wanted", "priority")}
         rows.append({"pid": pid, "part": part.nbytes, "floor": part.floor, **seen})
     return {"device": ledger.device, "total": now.total, "free": now.free, "parts": rows}

@@ -38,6 +38,7 @@ from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
 from ...offload.manager.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
+from ...offload.policy.kv_pages import ROWS
 from ...offload.policy.reclaim_order import PageSource
 from ...offload.residency.kv_extent import KVExtent
 from ..device import graphs
@@ -94,7 +95,7 @@ class KVPages:
             more = max(0, self._geometry.pieces(end) - self._extent.end)
             self._tier.iteration(stream, tokens, more, 0 if forward is None else forward.number)
         self._tier.enter(self._extent, stream)
-        if tokens > self._tier.manager.tuning.kv_reads.rows:
+        if tokens > ROWS:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
 
     @property
@@ -212,7 +213,7 @@ class KVPages:
 
     def worth_copying(self, rows: int) -> bool:
         """Should attention of so many rows of a sequence read a copy, as some pages are on the host?"""
-        if self._tier is None or self._extent is None or rows <= self._tier.manager.tuning.kv_reads.rows:
+        if self._tier is None or self._extent is None or rows <= ROWS:
             return False
         self._tier.extents.look()
         return self._extent.away > 0 and not self._extent.mover.in_slot

@@ -28,7 +28,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Point
 from ..cache_argument import CACHE_NAMES, given_cache
 from ..device.streams import Marks
@@ -116,6 +115,9 @@ class Measured(NamedTuple):
     pieces: bool = False
 
 
+PENDING: Final = 64  # forwards, or steps, that wait to be read. Chosen: more than a host launches ahead
+
+
 class Pace:
     """The times of one model's forwards, of all threads. `begin` and `end` go around an outermost forward, `waiting`
     around each wait for a copy inside of it."""
@@ -125,16 +127,13 @@ class Pace:
         marks: Marks,
         clock: Callable[[], int] = time.perf_counter_ns,
         driver: Callable[[], int] = int,
-        pending: int = DEFAULT.records.pending,
     ) -> None:
-        """`clock`: the host's, in ns. `driver`: returns the ns that the calling thread has spent in the driver so far.
-        `pending`: how many forwards may wait to be read; older ones are forgotten."""
+        """`clock`: the host's, in ns. `driver`: returns the ns that the calling thread has spent in the driver."""
         self.capturing: Final = marks.capturing  # does this thread capture its work?
         self._marks = marks
         self._clock = clock
         self._same = marks.mark is clock  # is a mark a look at the clock?
         self._driver = driver
-        self._pending = pending
         self._thread = _Thread()
         self._wait = _Wait(marks, self._thread)
         self._ended: deque[_Forward] = deque()
@@ -183,7 +182,7 @@ class Pace:
         forward.driver = self._driver() - forward.driver
         with self._lock:
             self._ended.append(forward)
-            if len(self._ended) > self._pending:
+            if len(self._ended) > PENDING:
                 self._marks.release(self._ended.popleft().marks)
 
     def forget(self) -> None:

@@ -15,12 +15,19 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from ...offload.policy.plan import Plan
-from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.record.record import PHASES, Phase, Point, Record
 from .pace import Measured
+
+# Seconds: from a decode step of a tiny model to a prompt that waits for a minute, two or three to a decade. Chosen.
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+
+# Iterations after which new times are told, and the part of the last that they differ by: each telling has all
+# decisions made anew. Chosen.
+_TELL: Final = 16
+_NEWS: Final = 1 / 16
 
 
 class Histogram:
@@ -28,7 +35,7 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "_lock", "_total")
 
-    def __init__(self, bounds: Sequence[float] = DEFAULT.watching.buckets) -> None:
+    def __init__(self, bounds: Sequence[float] = _BUCKETS) -> None:
         """`bounds`: the upper ends of the buckets, ascending, in seconds; one more bucket has all longer durations."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
@@ -95,12 +102,11 @@ class RequestTimes:
 class Timings:
     """The times of one model's iterations. Any thread may read them."""
 
-    def __init__(self, bandwidth: Callable[[], float | None], tuning: WeightPlans) -> None:
+    def __init__(self, bandwidth: Callable[[], float | None]) -> None:
         """`bandwidth`: returns the bytes per second of the link, None where it is not known."""
         self.record: Record | None = None
         self.last: dict[Phase, Measured] = {}  # by phase
         self._bandwidth = bandwidth
-        self._tuning = tuning
         self._lessons: deque[tuple[Point, float]] = deque()  # measurements to add to the record
         self._known: tuple[Record, Point] | None = None  # a listed point that this record knows
         self._pieces = True  # is the next decode step one by pieces? See Note [By pieces or not]
@@ -146,7 +152,7 @@ class Timings:
         self._lessons.append((lesson, measured.seconds))
         switched = decodes and measured.pieces is not self._pieces
         # Not each time: learning takes a hundred calls, and after a change all decisions are made anew.
-        if not switched and len(self._lessons) < self._tuning.tell and (record := self.record) is not None:
+        if not switched and len(self._lessons) < _TELL and (record := self.record) is not None:
             known = self._known
             if known is not None and record is known[0] and lesson.counts_for(known[1]):
                 return False
@@ -158,7 +164,7 @@ class Timings:
             self._pieces = measured.pieces
         self.learn()
         now = self.seconds(point)
-        return before is None or now is None or abs(now - before) > before * self._tuning.news
+        return before is None or now is None or abs(now - before) > before * _NEWS
 
     def settled(self, point: Point) -> bool:
         """Is the time of such a decode step known, so that now and then one is timed?"""

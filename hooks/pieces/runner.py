@@ -52,6 +52,13 @@ from .recorder import BATCH, ForwardRecorder, RecordedLayers
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
 WAYS: Final = ("fine", "coarse", "eager")
+# New tokens of each sequence: assisted decoding checks up to 21 at once; longer forwards hide their launches. And of
+# all sequences: what graphs keep grows with them, by some 40 KiB a token and layer of an 8B model. Both chosen.
+_NEW: Final = 32
+_ROWS: Final = 512
+KEYS: Final = 16  # kinds of forwards (batch, new tokens, arguments) whose graphs are kept. Chosen
+# One in so many forwards by graphs is timed: a hundred calls of Python, beside the thousand that it takes. Chosen.
+_TIMED: Final = 32
 
 
 class _Output(NamedTuple):
@@ -98,7 +105,6 @@ class PieceRunner:
         self._scarce: Callable[[], bool] = lambda: manager.pages.scarce  # are device pages short now?
         self._between = between
         self._pace = pace
-        self._tuning = manager.tuning.pieces
         self._torch_device = torch_device(device)
         self._plans: OrderedDict[Any, KeyPlan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
@@ -126,7 +132,7 @@ class PieceRunner:
         """Computes a step of a generation loop in which each request has one new token: `stock(model, **given)`, or the
         same by pieces, see batch.py."""
         step = BatchStep(loop.cache, given)
-        if not loop.eager and self.way == WAYS[0] and step.rows <= self._tuning.rows and _may_run():
+        if not loop.eager and self.way == WAYS[0] and step.rows <= _ROWS and _may_run():
             padded = step.padded()
             key = "step", padded["input_ids"].shape[1], *sorted(given), *_flags()
             if (computed := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
@@ -184,7 +190,7 @@ class PieceRunner:
             return self._finish(stock, plan, task, broken)
         self.acted = Act.REPLAY
         self.replayed += 1
-        if self.replayed % self._tuning.timed and not self._pace.listeners:
+        if self.replayed % _TIMED and not self._pace.listeners:
             self._pace.forget()
         else:
             self._pace.replayed()
@@ -314,7 +320,7 @@ class PieceRunner:
                 shape = value.shape
                 if name in _TOKENS:
                     rows = shape[0] * shape[1]
-                    if shape[1] > self._tuning.tokens or rows > self._tuning.rows:
+                    if shape[1] > _NEW or rows > _ROWS:
                         return None
                 parts.append((name, shape, value.dtype))
             elif isinstance(value, Cache):
@@ -340,7 +346,7 @@ class PieceRunner:
     def _evict(self) -> None:
         """Drops the plans that were not used for longest, beyond so many; of those before the last, first such without
         graphs."""
-        while len(self._plans) > self._tuning.keys:
+        while len(self._plans) > KEYS:
             older = list(self._plans)[:-1]
             bare = (key for key in older if all(variant.program is None for variant in self._plans[key].variants))
             _close(self._plans.pop(next(bare, older[0])).variants)

@@ -41,7 +41,6 @@ from torch.utils.flop_counter import flop_registry
 from ...allocator.errors import BallonetError, ConfigError
 from ...offload.policy.layout import Block
 from ...offload.policy.planner.hardware import ForwardWork
-from ...offload.policy.tuning import DEFAULT
 from ..compat import (
     cache_name,
     generating_class,
@@ -215,9 +214,7 @@ class SeenForward:
 
 
 @lru_cache(maxsize=256)
-def seen(
-    shape: ModelShape, batch: int, prompt: int, context: int, alike: int = DEFAULT.planning.alike
-) -> tuple[SeenForward, SeenForward]:
+def seen(shape: ModelShape, batch: int, prompt: int, context: int, alike: int = 2) -> tuple[SeenForward, SeenForward]:
     """Returns the prefill of `prompt` tokens, and the decode step with which each sequence has `context` tokens.
     ConfigError where the model's code asks for values. `alike`: see Note [Layers that are alike]."""
     logging.disable(logging.WARNING)

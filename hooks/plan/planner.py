@@ -130,7 +130,7 @@ class Planner:
     def facts(self) -> Facts:
         """Returns the values that `plan` describes."""
         answer = self.ask(self.asked)
-        changes = nearest(self.asked, answer, self.ask, managers.composed_with().tuning.planning)
+        changes = nearest(self.asked, answer, self.ask)
         asked, slowest = self.asked, answer.slowest
         return {
             "fits": answer.fits,

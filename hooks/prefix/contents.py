@@ -200,10 +200,10 @@ class ModelContents(Contents):
 
     def enforce(self) -> None:
         """Evicts down to the limit, and until the core could take all kept pages within any operator, except a part of
-        the device (`tuning.prefixes.stuck`). The caller is within `Contents.change`."""
+        the device (an eighth). The caller is within `Contents.change`."""
         while self.limit is not None and self.nbytes > self.limit and self.evict():
             pass
-        most = self.device.budget // self.device.page_size // self.manager.tuning.prefixes.stuck
+        most = self.device.budget // self.device.page_size // 8  # chosen
         while self.sequence_pages > most and self._stuck() > most and self.evict(on_device=True):
             pass
 

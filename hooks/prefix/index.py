@@ -93,8 +93,8 @@ class BlockIndex:
 
     def __init__(self, tuning: Prefixes) -> None:
         self.block = tuning.block  # tokens
-        self._density = tuning.density
-        self.index = Index(policy=Density(tuning.density))
+        self._doubt = tuning.doubt
+        self.index = Index(policy=Density(tuning.doubt))
         self._paged: Callable[[], PagedBlocks | None] = lambda: None
 
     @property
@@ -122,7 +122,7 @@ class BlockIndex:
 
     def reset(self) -> None:
         """Clears the index whatever state an interrupt has left it in."""
-        self.index = Index(policy=Density(self._density))
+        self.index = Index(policy=Density(self._doubt))
         self.clear()
 
     def insert_paged(self, keys: Sequence[Hashable]) -> None:
@@ -284,11 +284,14 @@ class Pins:
             self.add(keys)
 
 
+# Tokens that are copied rather than take a sequence in which one more is lost for each. Chosen.
+_WORTH: Final = 4
+
+
 class PrefixIndex:
     """Keeps sequences and states, by the tokens they begin with."""
 
     def __init__(self, tuning: Prefixes = DEFAULT.prefixes) -> None:
-        self._worth = tuning.worth
         self.blocks = BlockIndex(tuning)
         self.pins = Pins(self.blocks)
         self.states = States()
@@ -355,7 +358,7 @@ class PrefixIndex:
             sequence.in_use
             or sequence not in self.idle
             or {*sequence.readers} != {reader}
-            or left > min(self.blocks.block, end // self._worth)
+            or left > min(self.blocks.block, end // _WORTH)
             or (left and any(key in self.pins for key in leaving))
             or any(owner is not sequence for key in leaving for owner, _ in self.blocks.index.after(key))
             or (left and any(len(state.ids) > end and _has_tokens(sequence, state) for state in self.states))

@@ -124,7 +124,7 @@ class Saver:
         self._manager = manager
         self._tuning = manager.tuning.prefixes
         self._record = record
-        self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # (bytes, seconds) of reads
+        self._speeds = deque[tuple[int, float]](maxlen=8)  # (bytes, seconds) of the last reads. Chosen
         self._computed = 0  # requests since a read was tried last
         self._naming = threading.Lock()
         self._known: tuple[tuple[object, ...], bytes] | None = None  # weights, and what stands for them in files
@@ -327,7 +327,9 @@ class Saver:
                 self._known = now.weights, digest
             salt = self._known[1] + now.settings
             if salt not in self._folders:
-                self._folders[salt] = PrefixFiles(self._directory, self._limit, salt, self._manager.clock, self._tuning)
+                self._folders[salt] = PrefixFiles(
+                    self._directory, self._limit, salt, self._manager.clock, self._tuning.rest
+                )
             return self._folders[salt]
 
 

@@ -243,8 +243,7 @@ class _Request:
         held = self._cache() is not None
         states = [] if why or watch.at_prompt is None else [watch.at_prompt]
         if not why and watch.read > len(watch.prompt):
-            loose = self._store.contents.manager.tuning.prefixes.loose
-            last = StateSnapshot.of(self._layers, ids, now.settings, move=not held, loose=loose)
+            last = StateSnapshot.of(self._layers, ids, now.settings, move=not held)
             states += [last] if last is not None else []
         if not states:
             self._store.counts.why_not[why or "a layer keeps its state outside of the cache"] += 1

@@ -39,7 +39,6 @@ from ...offload.manager.kv_tier import KVTier
 from ...offload.manager.memory_manager import MemoryManager
 from ...offload.policy.layout import ALIGNMENT
 from ...offload.policy.prefixes import chain
-from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.kv_extent import KVExtent
 from ..compat import DynamicCache, HybridSlidingLayer, LinearAttentionLayer, SlidingLayer, cache_name
 from ..device.streams import stream_of, torch_device
@@ -74,6 +73,10 @@ class _Paged(NamedTuple):
     """The placeholder of a tensor that lies in the pages of a state, by its number there."""
 
     number: int
+
+
+# Bytes of a storage for each that a tensor shows, from which on a state is copied rather than kept whole. Chosen.
+_LOOSE: Final = 1.25
 
 
 class StateSnapshot:
@@ -128,17 +131,16 @@ class StateSnapshot:
         salt: bytes,
         *,
         move: bool,
-        loose: float = DEFAULT.prefixes.loose,
     ) -> StateSnapshot | None:
         """Takes the state behind the last token of a cache. `move`: takes it from the layers, which are not used any
-        more. `loose`: see Prefixes. None where the model keeps its state outside of the cache.
+        more. None where the model keeps its state outside of the cache.
         torch.OutOfMemoryError."""
         parts: list[Part | None] = []
         for layer in layers:
             if type(layer) not in STATES:
                 parts.append(None)
                 continue
-            part = {name: _taken(vars(layer)[name], move, loose) for name in _names(layer)}
+            part = {name: _taken(vars(layer)[name], move) for name in _names(layer)}
             if not any(True for _ in _tensors_in(part, everything=False)):
                 return None
             parts.append(part)
@@ -222,14 +224,14 @@ def _replaced(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = 
     return {key: replacement(member) for key, member in value.items()}
 
 
-def _taken(value: Any, move: bool, loose: float) -> Any:
-    """Returns a copy of the value; with `move` the value itself, where its memory is at most `loose` times the size of
+def _taken(value: Any, move: bool) -> Any:
+    """Returns a copy of the value; with `move` the value itself, where its memory is at most `_LOOSE` times the size of
     the tensor."""
     if isinstance(value, torch.Tensor):
-        own = value.untyped_storage().nbytes() <= loose * value.nbytes
+        own = value.untyped_storage().nbytes() <= _LOOSE * value.nbytes
         return value if move and own else value.clone()
     if isinstance(value, Mapping):
-        return {key: _taken(member, move, loose) for key, member in value.items()}
+        return {key: _taken(member, move) for key, member in value.items()}
     return value
 
 
@@ -385,9 +387,9 @@ def _place(state: StateSnapshot) -> bytes:
     return state.blocks[-1] if state.blocks else state.salt
 
 
-def state_affects_logits(model: Any, prompt: Sequence[int], tokens: tuple[int, int] = DEFAULT.prefixes.proof) -> bool:
+def state_affects_logits(model: Any, prompt: Sequence[int], tokens: tuple[int, int] = (4, 3)) -> bool:
     """Do tokens depend on the state before them? Runs the model on the first tokens of a prompt, four times at most:
-    `tokens` are those of the state, and those computed behind it."""
+    `tokens` are those of the state, and those computed behind it. Chosen: few."""
     begun_with, more = tokens
     some = [prompt[n % len(prompt)] for n in range(begun_with + more)]
     ids = torch.tensor([some], device=model.device)

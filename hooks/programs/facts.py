@@ -138,7 +138,7 @@ def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Fa
             **point._asdict(),
             "seconds": costs.seconds,
             "ratio": float(costs.ratio),
-            "hidden": meeting(costs, costs.seconds * DEFAULT.records.hidden),
+            "hidden": meeting(costs, costs.seconds * (1 + DEFAULT.prices.hidden)),
         }
 
 

@@ -49,7 +49,6 @@ from ...allocator.interrupts import guarded
 from ...allocator.notices import warn
 from ...allocator.patches import Patches
 from ...allocator.units import format_size
-from ...offload.policy.tuning import DEFAULT
 from ..attaching import generators
 from ..manage import has_inside, managed, overlapping
 from ..managed import Managed, outcomes_on
@@ -79,11 +78,11 @@ class FirstUse:
         self,
         options: ManageOptions | None = None,
         *,
-        pause: float = DEFAULT.waiting.first_use,
+        pause: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`options`: of `manage()`; by default those of the environment. `pause`: seconds between checks whether a
-        refused model fits now. OptionError."""
+        refused model fits now, twice as long after each refusal (chosen). OptionError."""
         self._options = ManageOptions.of({}) if options is None else options
         self._pause = pause
         self._clock = clock

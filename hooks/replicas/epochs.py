@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -30,6 +31,9 @@ from .link import Link, LinkState
 from .messages import ENDS_GROUP, Start, Told
 from .microbatch_plan import Request, record_of, tensor_of
 from .stage import Stage, WatchedLink
+
+# Seconds of copies of KV between two microbatches: less than a decoding step. Chosen.
+_EXCHANGING: Final = 0.01
 
 
 class LedRequests:
@@ -199,12 +203,12 @@ class EpochState:
             self.handover.take_in(told)
 
     def exchange_kv(self) -> bool:
-        """Takes steps of the handover, for `tuning.exchanging` seconds. Returns whether it did anything. LinkError."""
+        """Takes steps of the handover, for some milliseconds. Returns whether it did anything. LinkError."""
         handover, clock = self.handover, self._setup.clock
         assert handover is not None
         for told in receive_handovers(self.links):
             handover.take_in(told)
-        until = clock() + self._setup.tuning.exchanging
+        until = clock() + _EXCHANGING
         happened = handover.step()
         while happened and not handover.complete and clock() < until and handover.step():
             self._beat()

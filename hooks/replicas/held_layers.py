@@ -479,7 +479,7 @@ class HeldLayers:
         self._device = self._weights.device
         self._manager = managers.of(self._device)
         composed = managers.composed_with(self._device)
-        self.pieces = Piecewise(self._device, composed.tuning.replicas.moved)
+        self.pieces = Piecewise(self._device, composed.tuning.weights.moved)
         self._ready = ReadyLayers(self._model, self._weights, self.pieces, composed.interpreter)
         self._pages = RestorePages(self._weights)
         name = residency.name

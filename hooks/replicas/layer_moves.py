@@ -23,7 +23,7 @@ from ...offload.policy.replicas import protocol
 from ...offload.policy.replicas.drops import Pull
 from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.protocol import Reason
-from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.policy.replicas.tuning import DEFAULT, ReplicaTuning
 from .channel import SupervisorChannel
 from .errors import Interrupted, LinkError, NoAnswer
 from .held_layers import HeldLayers, Source
@@ -49,7 +49,7 @@ class ReplicaSetup:
     connect: Callable[[int, int], Link]
     clock: Callable[[], float]
     split: SplitPolicy = split_by_tokens
-    tuning: Replicas = DEFAULT.replicas
+    tuning: ReplicaTuning = DEFAULT
     notes: Notes = field(default_factory=lambda: Notes(time.monotonic))
     make_stage: Callable[..., Stage] = Stage
 

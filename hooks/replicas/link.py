@@ -36,7 +36,7 @@ import torch
 from msgspec import Struct
 
 from ...allocator import install
-from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.policy.replicas.tuning import DEFAULT, ReplicaTuning
 from .channel import Wakeup
 from .errors import Interrupted, LinkClosed, LinkError, NoAnswer
 from .pair import Connect, TwoRanks, device_buffer
@@ -236,7 +236,7 @@ class Link(LinkEnd):
         wakeup: Wakeup,
         *,
         device: torch.device = _CPU,
-        tuning: Replicas = DEFAULT.replicas,
+        tuning: ReplicaTuning = DEFAULT,
     ) -> None:
         """Starts to form the link, without waiting. `device`: where received tensors are put."""
         super().__init__(epoch, peer, wakeup)

@@ -37,7 +37,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...allocator.config import change_environment
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
-from ...offload.policy.tuning import Replicas
+from ...offload.policy.replicas.tuning import ReplicaTuning
 from .channel import InOrder, Members, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import (
@@ -62,6 +62,17 @@ if TYPE_CHECKING:
 
 _NAMESPACE: Final = "ballonet"
 _FOREVER: Final = -1  # restarts of an actor
+# Seconds after which a front end that asked for no news is gone; its requests too; a fleet without any. Chosen: another
+# may be started meanwhile, and clients ask again.
+_FRONT_GONE: Final = 3.0
+_ORPHANED: Final = 120.0
+_UNATTENDED: Final = 300.0
+# A call for news returns after so many seconds without any; one that failed is made again after so many. Chosen.
+_NEWS: Final = 1.0
+_RETRY: Final = 0.1
+# Calls at the same time, two of each replica and front end, and lines that a first front end is told later. Chosen.
+_CALLS: Final = 10_000
+_UNSAID: Final = 99
 _FRONT: Final = "front"  # the names of front ends begin so; those of replicas are their ranks and sessions
 # of both kinds of actors; a message whose call failed is sent again here, see Note [Calls to the supervisor]
 _KEPT: Final = {"namespace": _NAMESPACE, "lifetime": "detached", "max_restarts": _FOREVER, "max_task_retries": 0}
@@ -77,7 +88,6 @@ class ActorWire:
         heard: Callable[[Sequence[Message]], object],
         restarted: Callable[[], object],
         lost: Callable[[], object],
-        tuning: Replicas,
     ) -> None:
         """`fleet`: the supervisor's name; `me`: of this end. Called on threads of this object: `heard` with messages;
         `restarted` once the supervisor has lost all that was said; `lost` once it has ended. SupervisorLost."""
@@ -86,7 +96,6 @@ class ActorWire:
         self._heard = heard
         self._restarted = restarted
         self._lost = lost
-        self._tuning = tuning
         self._supervisor = _actor(fleet)
         if self._supervisor is None:
             raise SupervisorLost(f"no supervisor of {fleet} runs on this Ray: start a server with --replicas")
@@ -168,7 +177,7 @@ class ActorWire:
             except RayError:
                 if _actor(self._fleet) is None:
                     break
-                time.sleep(self._tuning.retried)
+                time.sleep(_RETRY)
         if not self._closing:
             self._closing = True
             self._lost()
@@ -181,11 +190,11 @@ class ActorWire:
 class RayToSupervisor(ToSupervisor):
     """A replica's end of its calls to the supervisor."""
 
-    def __init__(self, fleet: str, rank: int, session: str, wakeup: Wakeup, tuning: Replicas) -> None:
+    def __init__(self, fleet: str, rank: int, session: str, wakeup: Wakeup, patience: float) -> None:
         """`fleet`: the supervisor's name; `session`: of this process."""
-        super().__init__(wakeup, tuning.joining)
-        self._patience = tuning.joining
-        self._wire = ActorWire(fleet, f"{rank} {session}", self.arrive, self._restart, self.lose, tuning)
+        super().__init__(wakeup, patience)
+        self._patience = patience
+        self._wire = ActorWire(fleet, f"{rank} {session}", self.arrive, self._restart, self.lose)
 
     def post(self, *messages: Message) -> None:
         """Sends messages to the supervisor. SupervisorLost."""
@@ -213,7 +222,7 @@ class ReplicaActor:
         device = installed(options)
         self._how = "it ended"
         self._ended = threading.Event()
-        channel = RayToSupervisor(fleet, rank, secrets.token_hex(8), Wakeup(), options.tuning)
+        channel = RayToSupervisor(fleet, rank, secrets.token_hex(8), Wakeup(), options.tuning.joining)
         options = replace(options, say=lambda line: channel.post(Line(line)))
 
         def serve() -> None:
@@ -315,7 +324,7 @@ class RayProcesses:
             try:
                 process = ray.get(actor.process.remote())
                 if process == self._idle.get(rank):
-                    time.sleep(self._fleet.options.tuning.retried)  # it is being killed
+                    time.sleep(_RETRY)  # it is being killed
                     continue
                 self._idle.pop(rank, None)
                 how = self._ended_as(rank, process, actor)
@@ -323,7 +332,7 @@ class RayProcesses:
                 if _actor(f"{self._name} replica {rank}") is None:
                     how = _first_line(error)
                 else:
-                    time.sleep(self._fleet.options.tuning.retried)
+                    time.sleep(_RETRY)
         self._watched.discard(rank)
         self._ended.append((rank, how))
         self._wakeup.notify()
@@ -439,7 +448,7 @@ class SupervisorActor:
             if not caller.sent:
                 caller.news.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(caller.news.wait(), self._tuning.news)
+            await asyncio.wait_for(caller.news.wait(), _NEWS)
         with self._lock:
             caller.called = time.monotonic()
             return self._session, [*caller.sent]
@@ -447,7 +456,7 @@ class SupervisorActor:
     async def ready(self) -> tuple[str | None, ChunkCost | None, int]:
         """Waits until a replica serves. Returns why none will, the cost of chunks, and the id of this process."""
         while self._failed is None and not self._supervisor.ready.is_set():
-            await asyncio.sleep(self._tuning.retried)
+            await asyncio.sleep(_RETRY)
         return self._failed or self._supervisor.failed, self._supervisor.cost, os.getpid()
 
     async def state(self) -> FleetState:
@@ -457,9 +466,9 @@ class SupervisorActor:
     async def close(self) -> None:
         """Ends all requests and replicas, and waits until front ends have heard what is said of that."""
         await asyncio.get_running_loop().run_in_executor(None, self._close)
-        until = time.monotonic() + self._tuning.news
+        until = time.monotonic() + _NEWS
         while any(caller.sent for caller in self._callers.values()) and time.monotonic() < until:
-            await asyncio.sleep(self._tuning.retried)
+            await asyncio.sleep(_RETRY)
 
     # -- on the event loop
 
@@ -519,7 +528,7 @@ class SupervisorActor:
 
     def _is_gone(self, front: str | None) -> bool:
         caller = None if front is None else self._callers.get(front)
-        return caller is None or caller.is_gone(time.monotonic(), self._tuning.front_gone)
+        return caller is None or caller.is_gone(time.monotonic(), _FRONT_GONE)
 
     # -- to front ends, on any thread
 
@@ -546,7 +555,7 @@ class SupervisorActor:
             for who in fronts:
                 self.send(who, Line(line))
             if not fronts:
-                self._unsaid = [*self._unsaid[-self._tuning.unsaid :], line]
+                self._unsaid = [*self._unsaid[-_UNSAID:], line]
 
     def send(self, who: str, message: Message) -> None:
         """Sends a message to a replica or front end, on any thread."""
@@ -566,7 +575,7 @@ class SupervisorActor:
             self._supervisor.start()
         except Exception as error:
             self._failed = f"{type(error).__name__}: {error}"
-        while not self._closed.wait(self._tuning.news):
+        while not self._closed.wait(_NEWS):
             if self._forget_fronts():
                 self._close()
                 ray.kill(_actor(self._name), no_restart=True)
@@ -585,13 +594,13 @@ class SupervisorActor:
             for name, route in self._routes.items():
                 if route.front is not None and route.front not in self._callers:
                     route.front, route.since = None, now
-                if route.front is None and now - route.since > self._tuning.orphaned:
+                if route.front is None and now - route.since > _ORPHANED:
                     late.append(name)
             for name in late:
                 del self._routes[name]
         for name in late:
             self._supervisor.cancel(name)
-        return now - self._attended > self._tuning.unattended
+        return now - self._attended > _UNATTENDED
 
     def _close(self) -> None:
         self._closed.set()
@@ -599,7 +608,7 @@ class SupervisorActor:
         def end() -> None:
             until = time.monotonic() + self._tuning.joining
             while self._processes.running and time.monotonic() < until:
-                time.sleep(self._tuning.retried)
+                time.sleep(_RETRY)
             self._processes.close()
 
         self._supervisor.end(end)
@@ -609,7 +618,7 @@ class RayFleet:
     """A fleet as one of its front ends has it, a replica_server.ServedFleet and a RequestSink. See Note [Who ends]."""
 
     def __init__(
-        self, model: str, fleet: Fleet | None, node: RayNode, say: Callable[[str], None], tuning: Replicas
+        self, model: str, fleet: Fleet | None, node: RayNode, say: Callable[[str], None], tuning: ReplicaTuning
     ) -> None:
         """`fleet`: is started unless it runs, and ends with this object; None: it is another's; `node`: is closed with
         this object; `say`: prints a line."""
@@ -633,14 +642,14 @@ class RayFleet:
         if self._fleet is not None:
             self._make(self._fleet)
         me = f"{_FRONT} {secrets.token_hex(8)}"
-        self._wire = ActorWire(self._name, me, self._heard, self._again, self._lose, self._tuning)
+        self._wire = ActorWire(self._name, me, self._heard, self._again, self._lose)
         while (supervisor := _actor(self._name)) is not None:
             try:
                 why, self.cost, process = ray.get(supervisor.ready.remote())
                 self._say(f"the supervisor is process {process}")
                 break
             except RayError:  # it is being started again
-                time.sleep(self._tuning.retried)
+                time.sleep(_RETRY)
         else:
             why = "its supervisor has ended"
         if why is not None:
@@ -655,7 +664,7 @@ class RayFleet:
             "num_gpus": 0,
             "name": self._name,
             "get_if_exists": True,
-            "max_concurrency": self._tuning.calls,
+            "max_concurrency": _CALLS,
         }
         self._say(f"{fleet.replicas} replicas start on Ray, at {ray.get_runtime_context().gcs_address}")
         made: Any = ray.remote(SupervisorActor)

@@ -45,7 +45,6 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ...allocator.config import change_environment
-from ...offload.policy.tuning import DEFAULT, Replicas
 from .errors import NoAnswer, SupervisorLost
 
 _FOREVER: Final = timedelta(days=3650)  # an open link may be idle for any time
@@ -319,6 +318,12 @@ class LinkGpu:
     make: MakeGroup | None = None
 
 
+# Seconds until an operation is looked at first, and between two looks at most. Chosen: less than the states of a
+# microbatch take, and a thousandth of a CPU while a large message is on its way.
+_FIRST_LOOK: Final = 2e-5
+_LAST_LOOK: Final = 1e-3
+
+
 class NcclPair:
     """Two ranks on different GPUs, a TwoRanks. See the notes above."""
 
@@ -332,7 +337,6 @@ class NcclPair:
         other: int,
         gpu: LinkGpu,
         clock: Callable[[], float] = time.monotonic,
-        tuning: Replicas = DEFAULT.replicas,
     ) -> None:
         """`control`: for host memory; `out`, `into`: communicators to send and to receive; `other`: the rank at the
         other end."""
@@ -342,7 +346,6 @@ class NcclPair:
         self._other = other
         self._gpu = gpu
         self._clock = clock
-        self._tuning = tuning
         self._closed = threading.Event()
 
     def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
@@ -378,13 +381,13 @@ class NcclPair:
             raise RuntimeError("this end of the link is closed")
         with self._gpu.stream():
             work = begin(group)
-        until, pause = self._clock() + self._gpu.timeout, self._tuning.looked_first
+        until, pause = self._clock() + self._gpu.timeout, _FIRST_LOOK
         while not work.is_completed():
             if self._closed.wait(pause):
                 raise RuntimeError("this end of the link is closed")
             if self._clock() >= until:
                 raise RuntimeError(f"NCCL has not ended an operation in {self._gpu.timeout:g} s")
-            pause = min(2 * pause, self._tuning.looked_last)
+            pause = min(2 * pause, _LAST_LOOK)
         if (error := work.exception()) is not None:
             raise RuntimeError(f"NCCL: {error}")
 

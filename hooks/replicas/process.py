@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -32,8 +32,8 @@ from ...allocator.errors import ManageError, RequestTooLarge
 from ...allocator.install import install
 from ...offload.policy.replicas.groups import alone
 from ...offload.policy.replicas.pipeline import ChunkCost, Fit, Sample, fit
+from ...offload.policy.replicas.tuning import DEFAULT, ReplicaTuning
 from ...offload.policy.step_costs import Step, StepCosts
-from ...offload.policy.tuning import DEFAULT, Replicas
 from ..batching.memory import memory_of
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
@@ -65,27 +65,28 @@ from .replica_model import (
 )
 from .stage import Stage
 
+# Times that all is measured anew where times say nothing. Chosen: seen once, at a load of 20 on two cores.
+_TRIES: Final = 3
 
-def measure_cost(
-    member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas
-) -> Fit:
+
+def measure_cost(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: ReplicaTuning = DEFAULT) -> Fit:
     """Serves the same requests several times, and fits a cost to the least time of each batch. Repeats that where no
     cost can be fitted, as all rounds may have been disturbed. `layers`: of the model; `mark`: records marks on the
     device. ValueError where no cost can be fitted in the end; torch.OutOfMemoryError."""
     least: dict[tuple[tuple[int, int], ...], float] = {}
-    for left in reversed(range(tuning.tries_measured)):
+    for left in reversed(range(_TRIES)):
         for _ in range(tuning.rounds_measured):
             for ran in _batches(member, layers, mark, tuning):
                 least[ran.sizes] = min(ran.end - ran.begin, least.get(ran.sizes, float("inf")))
         try:
-            return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
+            return fit([Sample(sizes, seconds) for sizes, seconds in least.items()])
         except ValueError:
             if not left:
                 raise
     raise AssertionError("it is tried at least once")
 
 
-def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
+def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: ReplicaTuning) -> Iterator[Ran]:
     """Yields the batches of one round, the same in each round."""
     ran: list[Ran] = []
     times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
@@ -118,7 +119,7 @@ class Unlearned(StepCosts):
         return True
 
 
-def sample_requests(tuning: Replicas, most: int) -> Iterator[Request]:
+def sample_requests(tuning: ReplicaTuning, most: int) -> Iterator[Request]:
     """Yields synthetic requests: most prompts are short, the longest have some batches of `most` tokens. The last
     request outlives the others, so there are batches with one row."""
     random, longest, last = Random(0), tuning.answer_measured, tuning.requests_measured - 1
@@ -153,7 +154,7 @@ class ReplicaOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     attach: Callable[[Config], Attach | None] | None = None
     say: Callable[[str], object] = to_stderr
-    tuning: Replicas = DEFAULT.replicas
+    tuning: ReplicaTuning = DEFAULT
 
 
 def installed(options: ReplicaOptions) -> Device:
@@ -188,7 +189,7 @@ def run(options: ReplicaOptions, device: Device, rank: int, channel: ToSuperviso
                 cost = _measured(ReplicaModel(name, model, splice, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
-            times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
+            times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran))
             replica = ReplicaModel(name, model, splice, settings, times, grammars)
             hello = _hello(replica, handle, device, cost, rank)
             channel.serving.set()
@@ -216,7 +217,7 @@ class _Member:
     hello: Hello
     notes: Notes
     attach: Attach | None
-    tuning: Replicas
+    tuning: ReplicaTuning
 
     def run(self, welcome: Welcome) -> tuple[Request, ...] | None:
         """Runs as the member that was welcomed, until the supervisor ends it. Returns None; where it has to join anew,
@@ -249,7 +250,7 @@ class _Member:
 
 
 def _measured(
-    member: ReplicaModel, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas
+    member: ReplicaModel, layers: int, marks: Any, say: Callable[[str], object], tuning: ReplicaTuning
 ) -> ChunkCost:
     """Measures the cost of chunks. ManageError where that fails."""
     try:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.protocol import Continued, Decision, Entry, Setup, from_line, to_line
-from ...offload.policy.tuning import DEFAULT, Timelines
+from ...offload.timeline.file import REST
 from ...offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording
+from ...offload.timeline.recorder import MARKS
 from .messages import Seen
 
 Noted = tuple[str, str, float, float]  # lane, name, begin and end in seconds of the process's clock
@@ -73,11 +74,11 @@ def machine() -> str:
 
 
 class Recording:
-    """Collects bars and marks, the first `tuning.bars` and `tuning.marks` of them. Used by one thread."""
+    """Collects bars and marks, the first ones. Used by one thread."""
 
-    def __init__(self, clock: Callable[[], float], tuning: Timelines = DEFAULT.timeline) -> None:
+    def __init__(self, clock: Callable[[], float], most_bars: int = 50_000) -> None:
         self._clock = clock
-        self._tuning = tuning
+        self._most_bars = most_bars  # some minutes of microbatches. Chosen
         self._machine = machine()
         self._start = clock()
         self._bars: list[Bar] = []
@@ -106,7 +107,7 @@ class Recording:
 
     def mark(self, name: str) -> None:
         """Adds a mark with this name at the present time."""
-        if len(self._marks) < self._tuning.marks:
+        if len(self._marks) < MARKS:
             self._marks.append(FleetMark(name, self._clock()))
 
     def recording(self) -> FleetRecording:
@@ -120,7 +121,7 @@ class Recording:
         return FleetRecording(self._start, self._clock(), bars, tuple(self._marks), self._missing)
 
     def _keep(self, kept: list[Bar], bars: list[Bar]) -> None:
-        room = self._tuning.bars - len(self._bars) - sum(map(len, self._foreign.values()))
+        room = self._most_bars - len(self._bars) - sum(map(len, self._foreign.values()))
         kept += bars[: max(0, room)]
         self._missing += len(bars) - max(0, min(room, len(bars)))
 
@@ -135,7 +136,6 @@ class DecisionFile:
         say: Callable[[str], object],
         most: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tuning: Timelines = DEFAULT.timeline,
     ) -> None:
         """Begins a new file. `say`: called with a line where it cannot be written to, as a full disk must not end the
         server; `most`: bytes of a file, see Note [Two files]; None: no limit; `clock`: seconds. ManageError where the
@@ -144,7 +144,6 @@ class DecisionFile:
         self._say = say
         self._most = most
         self._clock = clock
-        self._tuning = tuning
         self._closed = False
         self._rests: float | None = None  # until then nothing is written, as it failed
         self._written = 0  # bytes of this file
@@ -171,7 +170,7 @@ class DecisionFile:
         except OSError as error:
             if self._rests is None:
                 self._say(f"decisions are not logged for now: {self._path} cannot be written to: {error.strerror}")
-            self._rests = self._clock() + self._tuning.rest
+            self._rests = self._clock() + REST
         if isinstance(entry, Setup):
             self._setup = entry
         self._decisions += isinstance(entry, Decision)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -32,6 +33,9 @@ from .microbatch_plan import Request
 from .recording import machine
 from .stage import Stage
 
+# Seconds between two reports for /metrics of what was moved and computed: below what scrapes it. Chosen.
+_COUNTING: Final = 1.0
+
 
 class LoadReport:
     """Counts the iterations of the main loop, and sends the load periodically."""
@@ -46,7 +50,7 @@ class LoadReport:
 
     def add_wish(self, pages: int) -> None:
         """Adds pages that were lacking on this device to the demand. Thread-safe. See Note [Wished pages]."""
-        until = self._setup.clock() + self._setup.tuning.wished
+        until = self._setup.clock() + 10 * self._setup.tuning.period  # ten looks at the load
         with self._lock:
             self._wished.append((until, pages))
 
@@ -97,7 +101,7 @@ class CountReport:
     def send(self, at_once: bool = False) -> None:
         """Sends the counts that have changed, at most once a period unless `at_once`. SupervisorLost."""
         setup, now = self._setup, self._setup.clock()
-        if not at_once and now - self._told_at < setup.tuning.counting:
+        if not at_once and now - self._told_at < _COUNTING:
             return
         self._told_at = now
         times = setup.replica.times

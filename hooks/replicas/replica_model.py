@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from transformers import GenerationConfig
@@ -42,7 +42,6 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
-from ...offload.policy.tuning import DEFAULT, Replicas, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
 from ..batching.memory import memory_of, most_of
@@ -54,6 +53,10 @@ from ..splice.forms import States
 from .microbatch_plan import Chunk, StageLink, logit_rows
 
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
+
+
+# Microbatches that the error of predictions is the mean of: some seconds of a replica. Chosen.
+_JUDGED: Final = 64
 
 
 class Ran(NamedTuple):
@@ -76,7 +79,6 @@ class StageTimes:
         clock: Callable[[], float],
         mark: Callable[[], Mark],
         on_ran: Callable[[Ran], object] = lambda ran: None,
-        tuning: Replicas = DEFAULT.replicas,
     ) -> None:
         """`layers`: of the model; `cost`: predicts the seconds of a microbatch in all layers; `clock`: of the host, in
         seconds; `mark`: records a mark on the device; `on_ran`: called with each microbatch once its time is known."""
@@ -87,7 +89,7 @@ class StageTimes:
         self._clock = clock
         self._mark = mark
         self._on_ran = on_ran
-        self._errors: deque[float] = deque(maxlen=tuning.judged)
+        self._errors: deque[float] = deque(maxlen=_JUDGED)
         self._running: deque[tuple[Mark, Mark, Sequence[Chunk], int]] = deque()
         self._since: tuple[float, int] | None = None  # (since when `open` is not counted yet, open stages)
 
@@ -233,9 +235,7 @@ def config_of(config: Any, layers: range) -> Any:
 class SpanCache(ElasticPagedCache):
     """An ElasticPagedCache of the model's `layers`; `update` takes their indices in the model."""
 
-    def __init__(
-        self, model: Any, batched: Batched, layers: range, settings: GroupSettings, tuning: Serving = DEFAULT.serving
-    ) -> None:
+    def __init__(self, model: Any, batched: Batched, layers: range, settings: GroupSettings) -> None:
         """`batched`: facts of the model (hooks/batching/patches.py). torch.OutOfMemoryError, DriverError."""
         self.layers = layers
         # a weak reference to a function that is called with each request whose blocks are freed
@@ -247,7 +247,6 @@ class SpanCache(ElasticPagedCache):
             model.device,
             settings.helper,
             model=replace(batched, loop_caches=None),
-            tuning=tuning,
             dtype=model.dtype,
             model_supports_logits_to_keep=keeps is not None and keeps(),
         )

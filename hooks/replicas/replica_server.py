@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
-from ..device import managers
 from ..server.anteroom import Anteroom
 from ..server.application import Address, Application
 from ..server.loading import config_of, described, generation_config_of, source_of
@@ -174,7 +173,7 @@ class ReplicaServer:
         self.fleet = fleet
         self._figures = FleetMetrics(fleet.state)
         source = source_of(name, own_templates=address.own_templates)
-        self._pool = RenderPool(prepared_by([source]), managers.composed_with().tuning.clients)
+        self._pool = RenderPool(prepared_by([source]))
         try:
             config = config_of(source)
             ends = ends_of(generation_config_of(source, config), tokenizer_of(source))

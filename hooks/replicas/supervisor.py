@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.processes import Replacements
 from ...offload.policy.replicas.protocol import Event, Note, Setup
-from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.policy.replicas.tuning import DEFAULT, ReplicaTuning
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
 from .channel import Members, Processes, Wakeup
@@ -128,7 +128,7 @@ class SupervisorPorts:
 class Ranks:
     """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
 
-    def __init__(self, count: int, ports: SupervisorPorts, tuning: Replicas) -> None:
+    def __init__(self, count: int, ports: SupervisorPorts, tuning: ReplicaTuning) -> None:
         """`count`: of ranks."""
         self.replaced = 0
         self._ranks = range(count)
@@ -295,10 +295,10 @@ class Supervisor:
         ports: SupervisorPorts,
         ranks: int,
         cost: ChunkCost | None = None,
-        tuning: Replicas = DEFAULT.replicas,
+        tuning: ReplicaTuning = DEFAULT,
         note: Note = lambda entry: None,
         recording: Recording | None = None,
-        replacing: Replicas | None = None,
+        replacing: ReplicaTuning | None = None,
     ) -> None:
         """`ranks`: number of replicas to start and to replace; `cost`: of chunks; None: the first replicas measure it;
         `note`: called with each decision of the controller; `recording`: of a timeline; `replacing`: tuning of
@@ -502,11 +502,16 @@ class Supervisor:
             self._replicas.post(member, End())
 
 
-def controller_of(hello: Hello, tuning: Replicas, note: Note) -> Controller:
+def controller_of(hello: Hello, tuning: ReplicaTuning, note: Note) -> Controller:
     """Returns the controller of replicas like the one that has sent this, and notes what it is made with."""
     setup = Setup(hello.layers, KVSize(hello.token, hello.page), hello.cost, tuning, hello.page / tuning.link)
     note(setup)
     return Controller.of(setup)
+
+
+# Bytes of a file of the log of decisions, of which two are kept. Measured: 2 kB a second of a replica, so five have
+# half a day in each.
+_LOG_BYTES: Final = 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +539,7 @@ class FleetSupervisor(Supervisor):
             check(fleet.timeline)
         self._timeline = fleet.timeline
         tuning = fleet.options.tuning
-        self._log = None if fleet.log is None else DecisionFile(fleet.log, ports.say, tuning.log_bytes)
+        self._log = None if fleet.log is None else DecisionFile(fleet.log, ports.say, _LOG_BYTES)
         recording = None if fleet.timeline is None else Recording(ports.clock)
         note = self._log or (lambda entry: None)
         super().__init__(ports, fleet.replicas, fleet.cost, tuning, note, recording)

@@ -21,7 +21,7 @@ from .engine import Denial, Generation
 from .served import ServedModel
 
 Item = TypeVar("Item")
-_IMPOSSIBLE: Final = -9999.0
+_IMPOSSIBLE: Final = -9999.0  # OpenAI's log probability
 
 
 class TokenUsage(Struct, frozen=True):

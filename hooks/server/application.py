@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 
-from ..device import managers
 from .anteroom import Anteroom
-from .connections import Connections, raise_files
+from .connections import CLIENTS, Connections, raise_files
 from .doors import Doors
 from .ending import Listening, Watchdog
 from .endpoints import endpoints
@@ -44,7 +43,7 @@ class Application:
         self._models = models
         self._address = address
         self._say = say
-        self._tuning = managers.composed_with().tuning.clients
+        self._tuning = CLIENTS
         doors, longest = address.doors, [model.longest or 0 for model in models]
         self.app = endpoints(models, self._lifespan, doors.middleware())
         doors.guard(self.app.routes, max(longest) if all(longest) else 0, self._tuning)

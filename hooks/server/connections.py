@@ -17,14 +17,57 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...offload.policy.tuning import DEFAULT, ClientLimits
-
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What clients may take of a server. Seconds, bytes and counts."""
+
+    # For the line and the headers of a request, from the connection or its first byte on, and for each `piece` of a
+    # body: the slowest client sends 4 KiB a second. Chosen.
+    headers: float = 20.0
+    body: float = 60.0
+    piece: int = 2**18
+    # A client that reads nothing of its answer is waited for, once the kernel's buffers are full. Chosen.
+    reader: float = 60.0
+    # A connection stays open for its client's next request: longer than clients keep one (openai 5 s, nginx 60 s), as
+    # a request fails that is sent while the server closes its connection. Chosen.
+    idle: int = 75
+    sweep: float = 1.0  # between two looks at all connections: 1 ms for 4,000. Measured
+    # Connections at once: less where the process may have fewer files, of which it needs `files` more (at most a
+    # quarter of all) for models and prefixes. Chosen: more than clients of one machine's models have.
+    connections: int = 4096
+    files: int = 1024
+    burst: int = 32  # accepted in one turn of the event loop, when nobody is answered: 0.2 ms each. Measured
+    lines: int = 20  # of the log in a second, of each logger: a client may cause one with each request. Chosen
+    # Bytes of a body: so many for each token of the longest sequence (text has 4 in English, ids 7, escaped text three
+    # times as many), and so many for all else. Of all bodies that have come in part: an eighth of a small machine's
+    # memory. Chosen.
+    token: int = 16
+    rest: int = 2**20
+    bodies: int = 2**28
+    # Processes that render and tokenize: prompts of a million tokens take seconds each, others a millisecond. A job
+    # beyond its seconds or bytes ends with its process; one that keeps more than `kept` is replaced; so many jobs wait,
+    # as requests may wait for a model. Chosen.
+    renderers: int = 4
+    render: float = 20.0
+    render_memory: int = 2**30
+    render_kept: int = 2**26
+    jobs: int = 1024
+    # Requests are told that a shutdown ends them, before connections are closed; all else has until the process is
+    # ended. Chosen.
+    told: float = 5.0
+    hung: float = 10.0
+
+
+CLIENTS: Final = ClientLimits()
 
 
 def raise_files() -> int:
@@ -38,9 +81,7 @@ class Connections:
     """The connections of a server, at most `most`. `burst`: so many are accepted before the first of them is here;
     others wait in the kernel."""
 
-    def __init__(
-        self, files: int, tuning: ClientLimits = DEFAULT.clients, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, files: int, tuning: ClientLimits = CLIENTS, clock: Callable[[], float] = time.monotonic) -> None:
         """`files`: that the process may open."""
         self.most = max(1, min(tuning.connections, files - min(tuning.files, files // 4)))
         self.burst = max(1, min(tuning.burst, (files - self.most) // 4))  # those before are still being closed

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...allocator.config import API_KEY, variables
 from ...allocator.errors import ConfigError
 from ...allocator.units import format_size
-from ...offload.policy.tuning import DEFAULT, ClientLimits
+from .connections import CLIENTS, ClientLimits
 from .engine import Denial
 
 OPEN: Final = ("/health",)  # routes that need no key
@@ -65,7 +65,7 @@ class Doors:
     origins: frozenset[str] = frozenset()
     max_body: int | None = None
 
-    def guard(self, routes: Iterable[Any], longest: int = 0, tuning: ClientLimits = DEFAULT.clients) -> None:
+    def guard(self, routes: Iterable[Any], longest: int = 0, tuning: ClientLimits = CLIENTS) -> None:
         """Puts a door before each of an application's routes. They raise Denial, which the application answers.
         `longest`: tokens of the longest sequence of a model; 0: it has no limit."""
         largest = self.max_body or (longest * tuning.token + tuning.rest if longest else tuning.bodies)

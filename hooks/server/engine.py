@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 from ...allocator.errors import SequenceTooLong
-from ...offload.policy.tuning import DEFAULT
 from ..sampling.settings import ChosenToken, Sampling
+
+# Seconds after which a request that was refused as too many wait may be sent again: some steps. Chosen.
+RETRY: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,5 +178,4 @@ def check_fits(generation: Generation, new: int, longest: int, vocabulary: int) 
 def check_waiting(waiting: int, most: int) -> None:
     """Refuses a request where `most` wait already. Denial."""
     if waiting >= most:
-        retry = DEFAULT.serving.retry
-        raise Denial(429, f"{most} requests wait already: try again later", "rate_limit_exceeded", retry_after=retry)
+        raise Denial(429, f"{most} requests wait already: try again later", "rate_limit_exceeded", retry_after=RETRY)

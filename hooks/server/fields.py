@@ -9,17 +9,43 @@ Note [Every field has an effect]
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ...offload.policy.tuning import DEFAULT
 from .engine import Denial
 
 Body = TypeVar("Body")
-ASKING: Final = DEFAULT.serving.asking
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What one request may ask for. All chosen: more than clients were seen to send, and little enough that what a
+    limit lets through is worked off in milliseconds, but for prompts."""
+
+    messages: int = 4096
+    parts: int = 1024  # of a message
+    tools: int = 128  # as OpenAI
+    stops: int = 16
+    stop_length: int = 256  # characters
+    biases: int = 4096
+    ends: int = 128  # further tokens that end an answer
+    choices: int = 128  # answers to all prompts of a request
+    likeliest: int = 20  # tokens told with each one: as OpenAI
+    variables: int = 32  # of a chat template, so many levels deep, of so many bytes as JSON
+    variable_depth: int = 8
+    variable_bytes: int = 2**16
+    schema_bytes: int = 2**18  # a grammar, or a schema as JSON
+    nested: int = 64  # levels of a schema: tools have a dozen, and Python's encoder fails at about 1,000
+    body: int = 2**18  # bytes parsed by the event loop: tens of milliseconds of small lists (measured); else elsewhere
+    name: int = 128  # characters of an x-request-id, or of a function's name
+    answer: int = 1024  # tokens, where neither the request nor the model's generation config says: as transformers
+
+
+ASKING: Final = Asking()
 _FIELD: Final = re.compile(r"field `([^`]+)`")
 
 Temperature = Annotated[float, Meta(ge=0, le=2, description="0: the likeliest token")]
@@ -75,7 +101,7 @@ class FunctionTool(Checked, kw_only=True):
     strict: bool | None = None
 
     def __post_init__(self) -> None:
-        bound("parameters", self.parameters, ASKING.schema_bytes, DEFAULT.serving.nested)
+        bound("parameters", self.parameters, ASKING.schema_bytes, ASKING.nested)
 
 
 class Tool(Checked, tag_field="type", tag="function", kw_only=True):
@@ -113,7 +139,7 @@ class NamedSchema(Checked, kw_only=True):
     strict: bool | None = None
 
     def __post_init__(self) -> None:
-        bound("schema", self.schema, ASKING.schema_bytes, DEFAULT.serving.nested)
+        bound("schema", self.schema, ASKING.schema_bytes, ASKING.nested)
 
 
 class JSONSchema(Checked, tag_field="type", tag="json_schema", kw_only=True):
@@ -140,7 +166,7 @@ class Structure(Checked, kw_only=True):
                 self.json = msgspec.json.decode(self.json, type=Schema)
             except (msgspec.DecodeError, RecursionError) as error:
                 raise ValueError(f"field `json` is no schema: {error}") from None
-        bound("json", self.json, ASKING.schema_bytes, DEFAULT.serving.nested)
+        bound("json", self.json, ASKING.schema_bytes, ASKING.nested)
 
 
 class StreamOptions(Checked, kw_only=True):

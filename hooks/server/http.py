@@ -24,8 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError
-from ...offload.policy.tuning import DEFAULT
-from .engine import Denial
+from .engine import RETRY, Denial
 from .fields import ASKING
 from .load import SLOS
 
@@ -77,7 +76,7 @@ def failed(error: Exception) -> Response:
     headers = {}
     if status in (429, 503):
         wait = getattr(error, "retry_after", None)
-        headers["retry-after"] = str(math.ceil(DEFAULT.serving.retry if wait is None else wait))
+        headers["retry-after"] = str(math.ceil(RETRY if wait is None else wait))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return answered(Failure(fault), status, headers)

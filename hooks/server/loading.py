@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from transformers import AutoConfig, GenerationConfig
@@ -17,13 +17,14 @@ from ...allocator.device_choice import GRANULARITY, choose, page_size
 from ...allocator.errors import BallonetError, ManageError, PoolExhausted
 from ...allocator.units import format_size
 from ...offload.policy.layout import Rounding, fitting
-from ...offload.policy.tuning import DEFAULT
 from ..compat import causal_model, keeps_requests_apart, longest_sequence
 from ..weights.model_parts import bytes_of_weights
 from .engine import Engine
 from .rendering import Source, answer_template, tokenizer_of
 from .requests import Defaults
 from .served import Renderer, ServedModel, ends_of
+
+_SMALLEST: Final = 2**16  # bytes of a page: driver calls are per page. Chosen
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -96,13 +97,13 @@ def generation_config_of(source: Source, config: Any) -> GenerationConfig:
 
 def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) -> Rounding | None:
     """Returns the page size for models with these names or folders; None where one cannot be built without values."""
-    usual, tuning = page_size(Config(), kind), DEFAULT.serving
+    usual = page_size(Config(), kind)
     try:
         sizes = [bytes_of_weights(AutoConfig.from_pretrained(name)) for name in names]
     except Exception:  # any error: loading the model will report it
         return None
     ranges = [nbytes for layers, rest in sizes for nbytes in (*layers, rest)]
-    return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], tuning.smallest_page))
+    return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], _SMALLEST))
 
 
 def suitable(names: Sequence[str], budget: int | str | None, say: Callable[[str], object]) -> int | None:

@@ -23,7 +23,7 @@ from msgspec import msgpack
 
 from ...allocator.config import API_KEY, environment
 from ...allocator.errors import ManageError
-from ...offload.policy.tuning import DEFAULT, ClientLimits
+from .connections import CLIENTS, ClientLimits
 from .engine import Denial
 from .render_worker import DENIED, DONE, LENGTH, STAYS, Job, program
 
@@ -48,7 +48,7 @@ class _Worker:
 class RenderPool:
     """Computes jobs in processes, on an event loop. They end with this process, however it ends."""
 
-    def __init__(self, prepared: tuple[Job, ...] = (), tuning: ClientLimits = DEFAULT.clients) -> None:
+    def __init__(self, prepared: tuple[Job, ...] = (), tuning: ClientLimits = CLIENTS) -> None:
         """Begins to start. `prepared`: jobs that the process does of which all others are forks."""
         self._prepared = prepared
         self._tuning = tuning

@@ -18,7 +18,7 @@ Variables = Annotated[dict[str, Any], Meta(max_length=ASKING.variables)]
 ToolMode = Literal["none", "auto", "required"]
 Format = fields.TextFormat | fields.JSONObject | fields.JSONSchema
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_SEEDS: Final = 2**63
+_SEEDS: Final = 2**63  # of int64
 
 
 class Defaults(Struct, frozen=True):

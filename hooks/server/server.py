@@ -70,7 +70,7 @@ class Server:
         self._handles: list[Managed] = []
         sources = [source_of(name, own_templates=address.own_templates) for name in names]
         tuning = managers.composed_with(device).tuning
-        self._pool = RenderPool(prepared_by(sources), tuning.clients)
+        self._pool = RenderPool(prepared_by(sources))
         grid = Grid(*tuning.serving.measured) if len(names) > 1 else None
         settings, served = ContinuousBatchingConfig(**batching), list[ServedModel]()
         try:

@@ -70,7 +70,7 @@ class ModelResidency:
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
-        self.timings = Timings(lambda: manager.link.bandwidth, manager.tuning.weights)
+        self.timings = Timings(lambda: manager.link.bandwidth)
         self.alike = StepsAlike(weights.device, manager, pace, self.timings)
         self.streaming = Streaming(
             weights.ring,
@@ -79,7 +79,6 @@ class ModelResidency:
             weights.on_host,
             lambda layer: self.captured.noticed(layer),
             pace.capturing,
-            manager.tuning.waiting,
             managers.composed_with(weights.device).interpreter,
             local_layers_of(model),
             manager.waits,

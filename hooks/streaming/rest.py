@@ -27,6 +27,7 @@ from torch import nn
 from ...allocator._native import Range, Transfer
 from ...allocator.errors import ManageError, PoolExhausted, WeightsFileChanged
 from ...offload.manager.memory_manager import MemoryManager
+from ...offload.policy.kv_pages import ROWS
 from ...offload.policy.reclaim_order import PageSource
 from ...offload.residency.ring import LayerPart, StreamedLayer, bring_back, live
 from ..device.references import label
@@ -97,7 +98,7 @@ class Rest:
         one that begins, none where none does. Returns the pages that came. PoolExhausted; ManageError where addresses
         cannot be exchanged now; WeightsFileChanged, DriverError."""
         rest = self._left
-        waits = not self._waited and _reads_few_rows(call, self._weights.plans.rows) and self._has_rows_only()
+        waits = not self._waited and _reads_few_rows(call, ROWS) and self._has_rows_only()
         self._waited = waits
         coming = [left for left in rest if left.hidden or not waits]
         pages, transfer = sum(left.pages for left in coming), Transfer(self._weights.device)

@@ -31,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.replicas.groups import Span
-from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.ring import LayerPart, Ring
 from ..device.references import THIS, Interpreter
 from ..forward.hook_base import CALL, CallKeywords, LocalLayers
@@ -43,6 +42,10 @@ CAPTURED: Final = (
     "layers that stream cannot be captured in a CUDA graph, nor those that gave their pages for something else: "
     "capture layers that are resident, or give a budget in which nothing streams"
 )
+
+# Seconds that a reader of a layer which only files have waits for the forward thread, and between looks. Chosen.
+_REVEAL: Final = 60.0
+_REVEAL_LOOK: Final = 0.02
 
 
 class Layer(NamedTuple):
@@ -64,7 +67,6 @@ class Streaming:
         on_host: Callable[[], Collection[int]],
         captured: Callable[[int], None],
         capturing: Callable[[], bool],
-        waiting: Waiting = DEFAULT.waiting,
         interpreter: Interpreter = THIS,
         local_layers: LocalLayers | None = None,
         clock: Callable[[], float] = monotonic,
@@ -79,7 +81,6 @@ class Streaming:
         self._on_host = on_host
         self._captured = captured
         self.capturing = capturing
-        self._waiting = waiting
         self._clock = clock
         self._interpreter = interpreter
         self._local_layers = LocalLayers() if local_layers is None else local_layers
@@ -206,7 +207,7 @@ class Streaming:
     def reveal(self, layer: int) -> None:
         """Fills the layer's addresses from its file, so that any code may read it: see Note [Layers without bytes at
         their addresses]. torch.OutOfMemoryError where the host has no pages for it."""
-        end = self._clock() + self._waiting.reveal
+        end = self._clock() + _REVEAL
         while layer in self._hidden:
             with self.revealing:
                 try:
@@ -220,7 +221,7 @@ class Streaming:
                 except PoolExhausted as error:
                     raise torch.OutOfMemoryError(f"no room on the host for layer {layer}: {error}") from error
             if layer in self._hidden:
-                threading.Event().wait(self._waiting.reveal_look)
+                threading.Event().wait(_REVEAL_LOOK)
 
     def _loading(self, layer: int, first: bool) -> None:
         """Notes that the copy of a layer begins: see bound.py, Note [Written between two passes]."""

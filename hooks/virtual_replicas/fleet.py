@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ...allocator.errors import ManageError
 from ...allocator.units import format_size
 from ...offload.policy.replicas.pipeline import ChunkCost
-from ...offload.policy.tuning import DEFAULT
 from ..plan.machine import MachineSizes
+
+# Part of a stage's time that an exchange of KV may delay an activation by. Chosen; the link has as much to send.
+_EXCHANGE: Final = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +79,4 @@ class VirtualFleet:
 
     def part(self, cost: ChunkCost) -> int:
         """Returns the bytes of a piece of KV: sending it takes a part of a stage's time for a full batch."""
-        return max(self.page, int(cost.seconds(0, self.batch) / 2 * DEFAULT.replicas.exchange_part * self.network))
+        return max(self.page, int(cost.seconds(0, self.batch) / 2 * _EXCHANGE * self.network))

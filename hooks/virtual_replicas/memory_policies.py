@@ -17,13 +17,14 @@ from typing import Final
 
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.requests import Dispatcher
-from ...offload.policy.tuning import DEFAULT
+from ...offload.policy.replicas.tuning import DEFAULT
 from .fleet import VirtualFleet
 from .group_queue import Chunk, GroupQueue, Job
 from .virtual_link import Wire
 from .virtual_time import VirtualTime
 
-WATERMARK: Final = DEFAULT.replicas.watermark
+# Part of the KV memory that stays free when a request begins, for those that decode: vLLM's watermark.
+WATERMARK: Final = 0.01
 
 
 class RecomputePolicy:
@@ -260,7 +261,7 @@ class Migration:
                 others.remove(to)
             elif server not in self._sources:
                 self._send(server, to, spare)
-        self._time.after(DEFAULT.replicas.period, self._look)
+        self._time.after(DEFAULT.period, self._look)
 
     def _is_stuck(self, queue: GroupQueue) -> bool:
         return queue.waiting[0].known + int(WATERMARK * queue.capacity) > queue.free
@@ -284,7 +285,7 @@ class Migration:
         is neglected."""
         job.copying = job in server.queue.running and job.kv >= sent
         if job.in_flight and job.copying:
-            self._time.after(DEFAULT.replicas.period / 10, lambda: self._came(job, sent, server, to, room))
+            self._time.after(DEFAULT.period / 10, lambda: self._came(job, sent, server, to, room))
             return
         self._sources.discard(server)
         to.queue.used -= room

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.pipeline import ChunkCost
 from ...offload.policy.replicas.protocol import Note
-from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.policy.replicas.tuning import DEFAULT, ReplicaTuning
 from ..server.arrivals import RecordedArrival
 from ..server.load import summary
 from .faults import PlayedFault
@@ -35,7 +35,7 @@ def run(
     note: Callable[[int], None] = lambda done: None,
     log: Note = lambda entry: None,
     faults: Sequence[PlayedFault] = (),
-    tuning: Replicas = DEFAULT.replicas,
+    tuning: ReplicaTuning = DEFAULT,
 ) -> dict[str, Any]:
     """Returns the figures of `load`, and `policy`, `replicas`; `drops`, `restores`: epochs committed; `bytes_moved`: of
     KV and weights, between replicas and hosts; `bubble`: fraction of the pipeline stages' time. `slos`: TTFT and TPOT

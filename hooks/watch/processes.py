@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...allocator import control, devices
 from ...allocator.errors import (
@@ -19,7 +19,6 @@ from ...allocator.errors import (
     NotReachable,
 )
 from ...allocator.looks import look
-from ...offload.policy.tuning import DEFAULT, Watching
 
 Look = Mapping[str, Any]  # of one device (allocator/looks.py)
 
@@ -61,21 +60,27 @@ def last(before: Sequence[dict[str, Any]], now: dict[str, Any], most: int) -> tu
     return (*before, *now["events"])[-most:]
 
 
+# Seconds between two looks: less than a thousandth of the process's time, as a look takes 0.4 ms of it. Measured: 2
+# shared cores, 32 layers of which 8 stream; tests/test_top.py holds the calls of a look.
+PERIOD: Final = 1.0
+# Decisions that are shown of a process. Chosen: what a terminal of 24 lines has room for beside the rest.
+_DECISIONS: Final = 5
+
+
 class WatchedProcesses:
     """Looks at one process, or at all that there are, and at all devices of each. One thread may look while others read
     `seen`."""
 
-    def __init__(
-        self, pid: int | None = None, *, folders: Sequence[Path] | None = None, tuning: Watching = DEFAULT.watching
-    ) -> None:
-        """`pid`: the one; None: all. `folders`: where their sockets may be."""
+    def __init__(self, pid: int | None = None, *, folders: Sequence[Path] | None = None, patience: float = 1.0) -> None:
+        """`pid`: the one; None: all. `folders`: where their sockets may be; `patience`: seconds
+        until one that does not answer counts as busy. Chosen: between two looks."""
         self.pid = pid
         self.seen: tuple[
             SeenProcess, ...
         ] = ()  # this one first, then by pid, and of each its devices, in the order of their start
         self.ended = False  # has the process `pid` ended?
         self._folders = folders
-        self._tuning = tuning
+        self._patience = patience
 
     def look(self) -> None:
         """Looks at each process. NoSuchProcess, NotPermitted, NotReachable, ControlRefused where `pid` cannot be looked
@@ -109,7 +114,7 @@ class WatchedProcesses:
         return [self._seen(pid, before.get(now["device"]["number"]), now) for now in looks]
 
     def _seen(self, pid: int, before: SeenProcess | None, now: dict[str, Any]) -> SeenProcess:
-        most = self._tuning.decisions
+        most = _DECISIONS
         if before is None:
             return SeenProcess(pid, program_of(pid), now, decisions=last((), now, most))
         return before.after(now, most)
@@ -125,7 +130,7 @@ class WatchedProcesses:
             if devices.current() is None:
                 raise NotReachable(pid, "is this one, and ballonet is not installed in it: call ballonet.install()")
             return look(since, number)
-        return control.look(pid, since, self._folders, self._tuning.patience, number)
+        return control.look(pid, since, self._folders, self._patience, number)
 
 
 def whose(pid: int, device: int | None) -> str:

@@ -27,7 +27,6 @@ from ...allocator import control
 from ...allocator.config import parse_size
 from ...allocator.errors import BallonetError, ConfigError
 from ...allocator.units import format_size
-from ...offload.policy.tuning import Watching
 from .processes import WatchedProcesses, whose
 from .view import fitted, screen
 
@@ -37,6 +36,8 @@ ESCAPE: Final = "escape"
 ENTER: Final = "enter"
 BACK: Final = "back"
 _SEQUENCES: Final = {"\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN, "\x1b": ESCAPE}
+_KEYS: Final = 0.1  # seconds between looks at the keyboard: a key is answered before anybody notices. Chosen
+_BUDGET: Final = 60.0  # seconds that a lower budget may take: the default of `ballonet budget`
 _SINGLE: Final = {"\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK}
 
 
@@ -139,12 +140,11 @@ def usable(console: Console) -> bool:
 class Top:
     """One run of `top`. `processes` has been looked at once."""
 
-    def __init__(self, processes: WatchedProcesses, console: Console, period: float, tuning: Watching) -> None:
+    def __init__(self, processes: WatchedProcesses, console: Console, period: float) -> None:
         """`period`: seconds between looks."""
         self._processes = processes
         self._console = console
         self._period = period
-        self._tuning = tuning
         self._dialog = Dialog()
         self._chosen = processes.seen[0].key if processes.seen else None
         self._answers: list[str] = []  # to changes of budgets, not shown yet
@@ -173,7 +173,7 @@ class Top:
 
     def _step(self, fd: int) -> bool:
         """Waits a moment for keys. Returns whether there is something new to draw."""
-        ready, _, _ = select.select([fd], [], [], self._tuning.keys)
+        ready, _, _ = select.select([fd], [], [], _KEYS)
         if ready:
             data = os.read(fd, 1024)
             if not data:  # the terminal was closed
@@ -207,8 +207,8 @@ class Top:
         return next((at for at, process in enumerate(self._processes.seen) if process.key == self._chosen), 0)
 
     def _draw(self, live: Live) -> None:
-        fits = fitted(self._tuning, self._console.width)
-        drawn = screen(self._processes.seen, self._place(), self._dialog.footer, fits)
+        width = fitted(self._console.width)
+        drawn = screen(self._processes.seen, self._place(), self._dialog.footer, width)
         live.update(drawn, refresh=True)
 
     def _look(self) -> None:
@@ -222,7 +222,7 @@ class Top:
 
     def _change(self, asked: Budget) -> None:
         try:
-            now = control.ask(asked.pid, asked.nbytes, self._tuning.budget, device=asked.device)
+            now = control.ask(asked.pid, asked.nbytes, _BUDGET, device=asked.device)
         except BallonetError as error:
             self._answers.append(str(error))
         else:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from importlib import import_module
 from io import StringIO
@@ -19,14 +18,20 @@ from rich.text import Text
 
 from ...allocator.errors import BallonetError
 from ...allocator.units import format_size, format_time
-from ...offload.policy.tuning import DEFAULT, Watching
 from ...offload.timeline.file import COLOURS
-from .processes import Look, SeenProcess, WatchedProcesses, copy_rates, kv_tiers, whose
+from .processes import PERIOD, Look, SeenProcess, WatchedProcesses, copy_rates, kv_tiers, whose
 
 NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
 
 
 _OWNERS: Final = {"kv": "KV", "pending_free": "pending free", "not_allocated": "not allocated"}
+
+# Columns of a bar (half of a terminal), beside one (counted: the longest names and sizes), on a pipe and in a notebook
+# (what mails and logs keep whole; a wide terminal). Chosen.
+_BAR: Final = 40
+_TEXT: Final = 56
+_NARROW: Final = 96
+_WIDE: Final = 120
 
 
 class Row(NamedTuple):
@@ -188,42 +193,41 @@ def lines_of(seen: SeenProcess, *, verbose: bool = False) -> Iterator[str]:
             yield " · ".join([whose(seen.pid, device), *decision(event, seen.now)])
 
 
-def screen(
-    seen: Sequence[SeenProcess], chosen: int, footer: str, tuning: Watching = DEFAULT.watching
-) -> RenderableType:
-    """Draws the whole screen. `chosen`: the place in `seen` of the process shown in full; `footer`: the last line."""
+def screen(seen: Sequence[SeenProcess], chosen: int, footer: str, width: int = _BAR) -> RenderableType:
+    """Draws the whole screen. `chosen`: the place in `seen` of the process shown in full; `footer`: the last line;
+    `width`: of bars."""
     parts: list[RenderableType] = [Text(footer, style="reverse")]
     if not seen:
         return Group(*parts, Text(NOBODY))
     if len(seen) > 1:
-        parts.append(_list(seen, chosen, tuning.bar // 2))
-    return Group(*parts, process(seen[chosen], tuning))
+        parts.append(_list(seen, chosen, width // 2))
+    return Group(*parts, process(seen[chosen], width))
 
 
-def process(seen: SeenProcess, tuning: Watching = DEFAULT.watching, *, verbose: bool = True) -> RenderableType:
+def process(seen: SeenProcess, width: int = _BAR, *, verbose: bool = True) -> RenderableType:
     """Draws one process, in full where it is `verbose`. Its last line is the conclusion."""
     title = Rule(Text(title_of(seen), style="bold"), align="left")
     last = Text(conclusion(seen), style="red" if seen.trouble else "bold")
-    return Group(title, *_sections(sections_of(seen, verbose=verbose), tuning.bar), last)
+    return Group(title, *_sections(sections_of(seen, verbose=verbose), width), last)
 
 
-def fitted(tuning: Watching, columns: int) -> Watching:
-    """Returns the tuning with bars that leave room for their text on so many columns."""
-    return replace(tuning, bar=max(tuning.bar // 4, min(tuning.bar, columns - tuning.text)))
+def fitted(columns: int) -> int:
+    """Returns the width of bars that leave room for their text on so many columns."""
+    return max(_BAR // 4, min(_BAR, columns - _TEXT))
 
 
-def as_text(seen: Sequence[SeenProcess], tuning: Watching = DEFAULT.watching, *, verbose: bool = False) -> str:
+def as_text(seen: Sequence[SeenProcess], *, verbose: bool = False) -> str:
     """Returns what a narrow terminal would show, for a pipe or `print`."""
     if not seen:
         return NOBODY
-    console = Console(record=True, file=StringIO(), width=tuning.narrow, force_jupyter=False, color_system=None)
-    console.print(*(process(watched, fitted(tuning, tuning.narrow), verbose=verbose) for watched in seen), sep="")
+    console = Console(record=True, file=StringIO(), width=_NARROW, force_jupyter=False, color_system=None)
+    console.print(*(process(watched, fitted(_NARROW), verbose=verbose) for watched in seen), sep="")
     return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
-def as_html(drawn: RenderableType, tuning: Watching = DEFAULT.watching) -> str:
+def as_html(drawn: RenderableType) -> str:
     """Returns what a terminal would show, for a notebook."""
-    console = Console(record=True, file=StringIO(), width=tuning.columns, force_jupyter=False)
+    console = Console(record=True, file=StringIO(), width=_WIDE, force_jupyter=False)
     console.print(drawn)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
@@ -315,7 +319,7 @@ class Watched:
         return as_text(self._processes.seen)
 
 
-def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Watched:
+def watch(pid: int | None = None, every: float = PERIOD) -> Watched:
     """Shows pages by owner, copies per second, streamed layers, KV by tier and the last decisions, of this process
     first and then of all others of this user that run ballonet, or of one.
 

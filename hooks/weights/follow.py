@@ -50,6 +50,9 @@ _REPLACED = "forwards have replaced it more than {} times"
 _SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
 _CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
 _capturing = torch.cuda.is_current_stream_capturing
+# Times that one tensor that a model replaces in its forward is moved in again. Chosen: what it replaces in each forward
+# reaches it at once, what is converted or given adapters by hand does not.
+MOVES: Final = 8
 
 
 def refuse_what_moves_weights(model: nn.Module) -> None:
@@ -89,7 +92,7 @@ def check_budget(model: nn.Module, device: Device, rule: Rule, plans: WeightPlan
     layers = decoder_layers(model)
     surveyed = survey(members(model, layers), torch_device(device))
     layout = ranges.layout_of(surveyed.spans, _still(layers), device.page_size, plans)
-    working = ranges.working_pages(model, layers, device.page_size, plans)
+    working = ranges.working_pages(model, layers, device.page_size)
     ranges.plan_under_budget(device, layout, surveyed.spans, working, len(layers), rule, vacated)
 
 
@@ -151,7 +154,7 @@ class WeightsFollower:
             self._weights.home = torch.device("cpu")
         if surveyed.refused is not None:
             raise surveyed.refused
-        working = ranges.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
+        working = ranges.working_pages(model, layers, self._weights.device.page_size)
         plan = self._weights.adopt(surveyed.spans, working, len(layers), rule, _still(layers), files, progress, vacated)
         self._rule = rule
         self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
@@ -240,9 +243,8 @@ class WeightsFollower:
             return self._settled[span.start]
         if self._cuda and _capturing():
             return _CAPTURED
-        often = self._weights.plans.moves
-        if any(self._moved[names[id(tensor)]] >= often for tensor in span.tensors):
-            return _REPLACED.format(often)
+        if any(self._moved[names[id(tensor)]] >= MOVES for tensor in span.tensors):
+            return _REPLACED.format(MOVES)
         return None
 
 

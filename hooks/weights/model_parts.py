@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,12 +20,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...allocator.errors import ManageError, WrongDevice
-from ...offload.policy.tuning import DEFAULT
 
 _WIDEST = 16  # bytes of the widest element (complex128): a span starts at a multiple of it in its storage
 
 
 Blocks = nn.ModuleList | nn.Sequential
+# Part of a model's weights that a block may have at most to stream as a whole: more would make the slots, which hold
+# the largest, as large as what is gained. Chosen.
+_BLOCK: Final = 0.25
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -56,7 +58,7 @@ def _lists_of_blocks(module: nn.Module, total: int) -> Iterator[Blocks]:
     """`total`: bytes of the weights of the whole model."""
     if isinstance(module, Blocks):
         sizes = [sum(weight.nbytes for weight in child.parameters()) for child in module]
-        if sum(size > 0 for size in sizes) > 1 and max(sizes) <= total * DEFAULT.weights.block:
+        if sum(size > 0 for size in sizes) > 1 and max(sizes) <= total * _BLOCK:
             yield module
             return
     for child in module.children():

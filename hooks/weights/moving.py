@@ -22,7 +22,6 @@ from ...allocator._native import Device, Range
 from ...allocator.errors import DriverError, ManageError, PoolExhausted, WeightsFileChanged
 from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.layout import ALIGNMENT
-from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.backing import FileLoader
 from ...offload.residency.weights_file import FileSpan
 from ..device.streams import torch_memory
@@ -77,7 +76,7 @@ class MoveIn:
         known: Mapping[int, FileSpan],
         loader: FileLoader,
         progress: Callable[[int], object],
-        read: int = DEFAULT.files.read,
+        read: int = 16 * 2**20,  # chosen: little beside a layer
     ) -> None:
         """`back(range, first, count)` maps pages to pieces and returns whether they are to be filled. `known`: id of a
         tensor whose bytes are read from a file, not from its memory -> those bytes. `progress` is called with the bytes

@@ -73,17 +73,21 @@ class Vacated(NamedTuple):
 NOTHING: Final = Vacated()
 
 
-def working_pages(
-    model: nn.Module, layers: Sequence[nn.Module], page_size: int, plans: WeightPlans = DEFAULT.weights
-) -> int:
+# Tokens of the short `generate()` that a model has to have room for beside its weights, a prompt and an answer of a
+# line, and pages for the allocator's small blocks in it. Chosen.
+_SHORT_USE: Final = 64
+SMALL_BLOCKS: Final = 4
+
+
+def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int) -> int:
     """Pages that a short use of `model` takes beside its weights; see Note [Working pages]."""
     widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
     itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
     configs = map(text_config, model.modules())
     hidden = next((config.hidden_size for config in configs if hasattr(config, "hidden_size")), 1)
     token = 2 * itemsize * hidden  # bytes of one layer's keys and values
-    cache = -(-2 * len(layers) * plans.short_use * token // page_size) + 1
-    return cache + -(-plans.short_use * widest * _LOGITS // page_size) + plans.small_blocks
+    cache = -(-2 * len(layers) * _SHORT_USE * token // page_size) + 1
+    return cache + -(-_SHORT_USE * widest * _LOGITS // page_size) + SMALL_BLOCKS
 
 
 def layout_of(moved: Sequence[TensorSpan], still: Collection[int], page_size: int, plans: WeightPlans) -> Layout:

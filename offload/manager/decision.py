@@ -59,7 +59,7 @@ from ..policy.coordinator import (
     share_running,
 )
 from ..policy.giving import Model
-from ..policy.plan import Costs, Plan, fewest, fitting, loaded, meeting
+from ..policy.plan import ASSUMED_RATIO, Costs, Plan, fewest, fitting, loaded, meeting
 from ..policy.price import until_used
 from ..policy.rental import threshold
 from ..policy.tuning import DEFAULT, Tuning
@@ -181,7 +181,6 @@ class Situation:
             idle,
             fixed=fixed,
             least=least,
-            parts=state.tuning.link_parts,
             beside=tuple(beside) if free else (),
             standing=plan,
         )
@@ -262,8 +261,8 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
         costs, measured = now.costs(new, point)
         if new.slo(phase) == math.inf or not measured:
             continue
-        slo, parts = new.slo(phase), new.tuning.link_parts
-        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts, beside=tuple(kept))
+        slo = new.slo(phase)
+        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, beside=tuple(kept))
         kept.append(PhaseDemand(costs, slo))
         wide = [now.client(state, state.last["decode"], _all(state)) for state in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
@@ -439,6 +438,5 @@ def _made(
 ) -> StreamDecision:
     _, measured = now.costs(state, point)
     if not measured and (plan.streamed or refusal):
-        ratio = state.tuning.assumed_ratio
-        why += f" (not measured: assumed that a layer takes {ratio} times as long to copy as to compute)"
+        why += f" (not measured: assumed that a layer takes {ASSUMED_RATIO} times as long to copy as to compute)"
     return StreamDecision(plan, why, refusal)

@@ -24,7 +24,7 @@ from ...allocator.errors import BallonetError
 from ...allocator.events import Events, Named, unnamed
 from ..policy.kv_pages import mark, scarce
 from ..policy.reclaim_order import Candidate, PageSource
-from ..policy.tuning import FreePages, OtherTraffic
+from ..policy.tuning import FreePages
 from ..residency.backing import FAR
 from .activity import StreamMarks
 from .clients import ClientState, Version
@@ -162,6 +162,15 @@ def _dirty(parts: Iterable[Any]) -> int:
     )
 
 
+# From 5/16 of the budget on free pages are ample: above `FreePages.short`, so that nothing flaps at the border. Chosen.
+_AMPLE: Final = 5 / 16
+# Seconds between looks at others' traffic, each 20 ms of a thread; looks of which the middle one counts, as copies come
+# in bursts; parts of the link in which it is told apart, as each change has all decisions made anew. Chosen.
+_PERIOD: Final = 1.0
+_LOOKS: Final = 5
+_STEPS: Final = 16
+
+
 class DevicePages:
     """Free pages over time. `look` is not thread-safe, its callers hold the manager's lock; the others are."""
 
@@ -190,7 +199,7 @@ class DevicePages:
     @property
     def mark(self) -> int:
         """Pages that stay free and are never given back."""
-        return mark(self.total, self._tuning)
+        return mark(self.total)
 
     @property
     def free(self) -> int:
@@ -210,7 +219,7 @@ class DevicePages:
         free, budget = self._device.available, self._device.budget
         total = budget // self._device.page_size
         self.short = scarce(free, total, self._tuning)
-        if self.short or free < self._tuning.ample * total or not self.scarce:
+        if self.short or free < _AMPLE * total or not self.scarce:
             self._ample = None
         elif self._ample is None:
             self._ample = now
@@ -252,7 +261,6 @@ class Traffic:
         copied: Callable[[], int],
         tell: Callable[[float], None],
         clock: Callable[[], float],
-        tuning: OtherTraffic,
     ) -> None:
         """`received`: bytes per second that the device receives, None where not known, which ends the looks; `copied`:
         bytes that ballonet sent to the device so far; `tell`: is called with the bytes per second of others; `clock`:
@@ -261,8 +269,7 @@ class Traffic:
         self._copied = copied
         self._tell = tell
         self._clock = clock
-        self._period = tuning.period
-        self._seen: deque[float] = deque(maxlen=tuning.looks)
+        self._seen: deque[float] = deque(maxlen=_LOOKS)
         self._lock = threading.Lock()
         self._stop: threading.Event | None = None  # ends the thread
 
@@ -294,7 +301,7 @@ class Traffic:
 
     def _watch(self, stop: threading.Event) -> None:
         with suppress(BallonetError):  # the device may be closed meanwhile
-            while self.look() and not stop.wait(self._period):
+            while self.look() and not stop.wait(_PERIOD):
                 pass
 
 
@@ -323,9 +330,7 @@ class Surroundings:
 class HostLink:
     """The measured links of a device. Thread-safe. Bandwidths are in bytes per second, None where not measured."""
 
-    def __init__(
-        self, device: DeviceView, lock: Lock, moved: Callable[[], None], around: Surroundings, tuning: OtherTraffic
-    ) -> None:
+    def __init__(self, device: DeviceView, lock: Lock, moved: Callable[[], None], around: Surroundings) -> None:
         """`lock`: of the manager, under which `moved` is called where earlier decisions may not hold any more."""
         self.traffic = 0.0  # bytes per second that others take
         self._page = device.page_size
@@ -333,11 +338,10 @@ class HostLink:
         self._moved = moved
         self._bandwidth = around.bandwidth
         self._peer_bandwidth: float | None = None
-        self._steps = tuning.steps
         self._watcher = (
             None
             if around.received is None
-            else Traffic(around.received, lambda: sent(device), self.set_traffic, around.clock, tuning)
+            else Traffic(around.received, lambda: sent(device), self.set_traffic, around.clock)
         )
 
     @property
@@ -377,7 +381,7 @@ class HostLink:
         with self._lock:
             if self._bandwidth is None:
                 return
-            step = self._bandwidth / self._steps
+            step = self._bandwidth / _STEPS
             before, self.traffic = self.traffic, math.ceil(rate / step) * step
             if before != self.traffic:
                 self._moved()

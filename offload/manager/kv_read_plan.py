@@ -29,7 +29,7 @@ from typing import Final
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
-from ..policy.kv_pages import Choice, LayerReads, Way, choose
+from ..policy.kv_pages import LEFT, Choice, LayerReads, Way, choose
 from ..policy.tuning import KVReads
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_slots import KVSlots
@@ -62,6 +62,10 @@ class _Iteration:
     through: bool = False
 
 
+_SLACK: Final = 8  # 1/8 of a slot, and of what streams, may come before slots are arranged anew. Chosen
+_PENDING: Final = 16  # beginnings of iterations that have not passed: more than a host launches ahead. Chosen
+
+
 class KVReadPlan:
     """How one cache is read. See Note [Threads]."""
 
@@ -86,7 +90,7 @@ class KVReadPlan:
         self._wait = 0  # iterations without slots from now on
         self._look = 0  # iterations until the next decision
         self._backoff = 1  # iterations without slots after the next read from outside
-        self._intervals = Intervals[_Iteration](marks, clock, tuning.pending)
+        self._intervals = Intervals[_Iteration](marks, clock, _PENDING)
         self._iteration: _Iteration | None = None  # that has begun
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
 
@@ -168,7 +172,7 @@ class KVReadPlan:
         self._wait -= 1
         self._look -= 1
         in_slot = self.kv_slots.pieces
-        if away - in_slot > in_slot // self._tuning.slack:
+        if away - in_slot > in_slot // _SLACK:
             return self._wait > 0 and rows == 1
         return self._look > 0
 
@@ -178,7 +182,7 @@ class KVReadPlan:
         free = self._within_reach + self.kv_slots.slots * self.kv_slots.pages
         page = self._device.page_size
         free += sum(max(0, extent.held - extent.away) for extent in extents)
-        free -= self._device.budget // page // self._tuning.left
+        free -= self._device.budget // page // LEFT
         held = [max(extent.held, extent.away) for extent in extents]
         # Unknown compute time: assume it equals copy time. All of it comes before the next layer enters, which shows
         # that the attention of the last one has been launched.
@@ -194,7 +198,7 @@ class KVReadPlan:
             self.kv_slots.close()
             self._device.reap()  # pages of former slots are free then
             wanted = max(wanted, most)
-            pages = wanted + max(1, wanted // self._tuning.slack)
+            pages = wanted + max(1, wanted // _SLACK)
             lacking = self._choice.slots * pages - self._within_reach
             share = -(-max(0, lacking) // len(extents))
             for extent in extents:

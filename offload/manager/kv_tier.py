@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from threading import Lock, get_ident
 
 from ...allocator._native import Device, Group, Transfer
-from ..policy.kv_pages import ahead, mean_seconds, scarce, window, worth_telling
+from ..policy.kv_pages import AHEAD, ahead, mean_seconds, scarce, window, worth_telling
 from ..policy.reclaim_order import PageSource
 from ..residency.kv_extent import KVExtent, KVExtents
 from .kv_client import KVClient, KVTurns
@@ -38,7 +38,6 @@ class KVTier:
         self.transfer = Transfer(device)  # the stream of its copies
         self.client = KVClient(device, group, manager, self.extents, self.turns, self.transfer, self.lock)
         self._device = device
-        self._tuning = manager.tuning.kv_growth
         self._way = self.client.way
         self._restoring = Lock()  # held while pages get their bytes
         self._arrives = False  # are pages being restored, as far as known?
@@ -60,7 +59,7 @@ class KVTier:
         """Called before a layer gets so many pages at once, as those after it will. Where too few are free for the next
         ones, starts to copy as many pages of layers that have run to the host, so that they can be given up at once
         (eLLM §4.3.2). DriverError."""
-        wanted = self._tuning.layers * pages
+        wanted = 2 * pages  # the layer that runs next, and one more while its copies go. Chosen
         if self._device.available < wanted:
             self.client.write_behind(wanted)
             self.manager.reclaim.publish_now()
@@ -144,7 +143,7 @@ class KVTier:
         self._unreported += pages
         self.turns.validity = None
         total = self._device.budget // self._device.page_size
-        if not soon or not worth_telling(self._unreported, total, self._tuning):
+        if not soon or not worth_telling(self._unreported, total):
             return
         if self.manager.pages.scarce or scarce(self._device.available, total, self.manager.tuning.pages):
             self._unreported = 0
@@ -152,7 +151,7 @@ class KVTier:
 
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
         """Maps pages ahead after a token came to the range of this number; see `ahead`."""
-        width = window(self._device.page_size, self._tuning.ahead)
+        width = window(self._device.page_size, AHEAD)
         for layer in ahead(number, len(self.extents), width, took=took, next_takes=next_takes):
             if (extent := self.extents.get(layer)) is not None:
                 extent.map_ahead()

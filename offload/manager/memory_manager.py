@@ -48,6 +48,8 @@ from .overview import Overview
 from .reclaim import ModelChange, ReclaimList, ReclaimSources, Repayment
 from .turns import LoopTurns
 
+_LONGEST: Final = 1024  # iterations, at most, between two looks for a faster plan; see `WeightPlans.look`. Chosen
+
 
 class Standing(NamedTuple):
     """How a device stands. `idle`: pages that idle clients would give; `away`: pages on the host, for want of room,
@@ -363,6 +365,6 @@ class MemoryManager:
         if state.passes.total() >= state.due:
             before, state.faster = state.faster, faster(self._known.situation(now, free), state)
             state.passes.clear()
-            state.due = min(2 * state.due, self.tuning.weights.longest)
+            state.due = min(2 * state.due, _LONGEST)
             if state.faster != before:
                 self._known.moved()

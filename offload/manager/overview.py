@@ -112,8 +112,8 @@ class Overview:
         self.version: Final = Version()
         progress = Progress(around.marks, around.clock)
         self.clients: Final = Clients(tuning.pages.idle, progress, tuning.weights, self.version)
-        self.lending: Final = Lending(window, tuning.loans)
-        self.link: Final = HostLink(device, self.lock, lambda: self.moved(*self.clients.models), around, tuning.traffic)
+        self.lending: Final = Lending(window)
+        self.link: Final = HostLink(device, self.lock, lambda: self.moved(*self.clients.models), around)
         # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None

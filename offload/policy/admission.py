@@ -46,11 +46,17 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from .tuning import DEFAULT, Serving
 
 Where = Literal["device", "host"]
+# 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
+# estimate of its peak. Chosen.
+RESERVE: Final = 64
+# Bytes for each logit while tokens are chosen: two copies of the scores, sorted ones with their ids, sums in float64.
+_LOGIT: Final = 32
+_FACTOR: Final = 2  # by which an event changes the buffer: eLLM §4.4.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +168,9 @@ class LogicalBuffer:
         self._recent.append((tpot, ttft))
         slow_steps, slow_starts = map(sum, zip(*self._recent, strict=True))
         if slow_steps >= self._tuning.violations:
-            self.size = max(self.size // self._tuning.factor, self._smallest)
+            self.size = max(self.size // _FACTOR, self._smallest)
         elif slow_starts >= self._tuning.violations:
-            self.size = min(self.size * self._tuning.factor, self._most)
+            self.size = min(self.size * _FACTOR, self._most)
         else:
             return self.size
         self._recent.clear()
@@ -211,7 +217,7 @@ class IdleHeap:
         return self._trimmed
 
 
-def logit_rows(budget: int, vocabulary: int, tuning: Serving = DEFAULT.serving) -> int:
+def logit_rows(budget: int, vocabulary: int) -> int:
     """Returns how many rows of logits a step may work on at once, so that all that is made of them fits into what stays
     free when requests are admitted. `budget`: bytes."""
-    return max(1, budget // tuning.reserve // (tuning.logit * max(1, vocabulary)))
+    return max(1, budget // RESERVE // (_LOGIT * max(1, vocabulary)))

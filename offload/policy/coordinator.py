@@ -44,11 +44,11 @@ from typing import Final, Literal, NamedTuple
 
 from ...allocator.units import format_time
 from .plan import Costs, Plan, loaded
-from .tuning import DEFAULT
 
 FIXED: Final = 0  # in the place of an interval
 
 Reason = Literal["memory", "slo", "link"]
+LINK_PARTS: Final = 1024  # of the link, by which needs are told apart: a thousandth. Chosen
 
 
 class PhaseDemand(NamedTuple):
@@ -75,7 +75,7 @@ class LinkClient:
     only: int | None = None
     fixed: Plan | None = None
     least: int = 0
-    parts: int = DEFAULT.weights.link_parts
+    parts: int = LINK_PARTS
     beside: tuple[PhaseDemand, ...] = ()
     standing: Plan | None = None
 

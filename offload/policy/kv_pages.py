@@ -41,8 +41,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
-from .tuning import DEFAULT, FreePages, KVGrowth, KVReads, PeerPages
+from .tuning import DEFAULT, FreePages, KVReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def choose(
     """
     if page < 1 or link <= 0 or free < 0 or rows < 1 or tuning.in_place <= 0:
         raise ValueError("pages, the link and rows are more than nothing, and no less than no page is free")
-    slower = -(-rows // tuning.rows_of_a_pass) / tuning.in_place
+    slower = -(-rows // _ROWS_OF_A_PASS) / tuning.in_place
     costs = _Costs(tuple(layers), page / link, tuning.copy, slower)
     if sum(layer.pages for layer in layers) <= free:
         return costs.choice(Way.RESIDENT, 0, 0)
@@ -99,7 +100,7 @@ def choose(
         for slots in (1, 2)
         if (streamed := fewest_streamed([layer.pages for layer in layers], free, slots)) is not None
     ]
-    if through and rows > tuning.rows:
+    if through and rows > ROWS:
         return min(through, key=_better)
     streamed = fewest_streamed([layer.pages for layer in layers], free, 0)
     assert streamed is not None  # nothing resident and no slot always fits
@@ -168,19 +169,38 @@ def ahead(layer: int, layers: int, width: int, *, took: bool, next_takes: bool) 
     return tuple(asked)
 
 
+# 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
+SPARE: Final = 32
+# 1/64 of the budget in new full pages of a prefill: then the manager is told at once, and makes a new list, which takes
+# milliseconds (docs/mechanisms.md). Chosen.
+_TELL: Final = 64
+# 1/8 of the peer's pages is free at least, or 1/4 is made free. Chosen, apart so that it is not done all the time.
+_LOW: Final = 8
+_ENOUGH: Final = 4
+# Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1). The core has the same (tuning.h).
+AHEAD: Final = 50_000_000
+# 1/32 of the budget stays with a cache, to be taken where activations need it before slots are. Chosen.
+LEFT: Final = 32
+# Rows of queries, or of a product, up to which the host is read in place at full speed; above them copying is better
+# even where it cannot hide. Measured: 47 to 51 of 55 GB/s with 1 to 64 rows, half of it with 512; bf16.
+ROWS: Final = 64
+# Rows after which a kernel reads the same bytes again. Measured: 26 GB/s with 512 rows where 64 have 50.
+_ROWS_OF_A_PASS: Final = 256
+
+
 def scarce(free: int, total: int, tuning: FreePages) -> bool:
     """Are so many free pages of a budget few?"""
     return free * tuning.short < total
 
 
-def mark(total: int, tuning: FreePages) -> int:
+def mark(total: int) -> int:
     """Pages of a budget that stay free, so that the next tokens find room."""
-    return max(1, total // tuning.spare)
+    return max(1, total // SPARE)
 
 
-def worth_telling(pages: int, total: int, tuning: KVGrowth) -> bool:
+def worth_telling(pages: int, total: int) -> bool:
     """Are so many pages that became full, and may be taken, worth a new list?"""
-    return pages > 0 and pages * tuning.tell >= total
+    return pages > 0 and pages * _TELL >= total
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +213,9 @@ class Near:
     used: float
 
 
-def lacking(free: int, total: int, tuning: PeerPages) -> int:
+def lacking(free: int, total: int) -> int:
     """Returns how many pages should leave a peer of `total`, of which so many are free or on their way."""
-    return 0 if free * tuning.low >= total else -(-total // tuning.enough) - free
+    return 0 if free * _LOW >= total else -(-total // _ENOUGH) - free
 
 
 def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:

@@ -39,8 +39,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-
-from .tuning import DEFAULT, Loans
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +180,21 @@ class _Book:
     block: int = 1  # that it grew by last
 
 
+# Seconds between looks whether a reserve can be spared: the window is a minute, so a second is soon enough. Chosen.
+_CHECK: Final = 1.0
+# A unit is no more than 1/8 of the pool: the least common multiple of two models can be more than all of it. See Note
+# [Units of a pool]. Chosen.
+PART: Final = 8
+
+
 class Lending:
     """The books of all models, by number. Not thread-safe: callers hold the manager's lock."""
 
-    def __init__(self, window: float, tuning: Loans = DEFAULT.loans) -> None:
+    def __init__(self, window: float) -> None:
         """`window`: seconds."""
         self._window = window
-        self._tuning = tuning
         self._books: dict[int, _Book] = {}
-        self.due_at = tuning.check  # when it is time to look what can be spared
+        self.due_at = _CHECK  # when it is time to look what can be spared
 
     def covers(self, use: Use, now: float) -> bool:
         """Notes what the model uses. Is it within the reserve?"""
@@ -200,7 +205,7 @@ class Lending:
     def look(self, uses: Sequence[Use], now: float, total: int) -> list[tuple[Use, int]]:
         """Updates reserves to what is used, in a pool of `total` pages. Returns the models that took back pages they
         had lent, with how many; negative: newly lent."""
-        self.due_at = now + self._tuning.check
+        self.due_at = now + _CHECK
         self._books = {use.number: self._book(use.number) for use in uses}
         for use in uses:
             self._books[use.number].block = use.block or self._books[use.number].block
@@ -239,7 +244,7 @@ class Lending:
 
     def _largest(self, total: int) -> int:
         """The most pages of a unit."""
-        return max(1, total // self._tuning.part)
+        return max(1, total // PART)
 
     def _book(self, number: int) -> _Book:
         return self._books.setdefault(number, _Book(Window(self._window)))

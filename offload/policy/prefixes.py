@@ -44,9 +44,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import log2
-from typing import Protocol
+from typing import Final, Protocol
 
-from .tuning import DEFAULT, BlockDensity
+from .tuning import DEFAULT
 
 
 class Policy(Protocol):
@@ -151,16 +151,30 @@ def densities(steps: Sequence[tuple[float, float]]) -> list[float]:
     return best[::-1]
 
 
+# All chosen on prompts that were recorded and made: docs/measuring.md, hit rates.
+_REMEMBERED: Final = 4  # keys that are gone, for each that is stored
+_PRIOR: Final = 16.0  # uses that every kind of block starts with, which returned as those of all kinds
+_OCTAVES: Final = 48  # of ages, in blocks stored, that are told apart: more than any process stores
+_SHARED: Final = 3  # uses from which on another request had a block than this one and the one that stored it
+_OFTEN: Final = 8  # uses from which on they are not told apart
+_AGAIN: Final = 64  # blocks stored until densities are worked out again
+_CLEARLY: Final = 1.3  # what was learned decides while it was right so many times as often as wrong
+_MATCHES: Final = 4000  # after which those before weigh half
+
+
 class Density:
     """Evicts the blocks that will bring the fewest hits for their room. See Note [Density]."""
 
-    def __init__(self, tuning: BlockDensity = DEFAULT.prefixes.density) -> None:
-        self._tuning = tuning
+    def __init__(self, doubt: float = DEFAULT.prefixes.doubt, learned: int = 2**16) -> None:
+        """`doubt`: so many times more than `_CLEARLY` that what was learned has to be right; `learned`: returns after
+        which what was counted before weighs half."""
+        self._doubt = doubt
+        self._learned = learned
         self._clock = self._due = 0
         self._stored: dict[Hashable, _Past] = {}
         self._gone: OrderedDict[Hashable, _Past] = OrderedDict()
         self._kinds: dict[Hashable, Ages] = {}
-        self._every = Ages(tuning.octaves)
+        self._every = Ages(_OCTAVES)
         self._right = self._wrong = 0.0  # what was learned, in matches with the least recently used
 
     def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> tuple[Hashable, int]:
@@ -168,7 +182,7 @@ class Density:
         past = self._gone.pop(key, None) or _Past()
         self._stored[key] = past
         path = self._stored.get(behind)
-        return self._use(past, (last, path is not None and path.uses >= self._tuning.shared))
+        return self._use(past, (last, path is not None and path.uses >= _SHARED))
 
     def used(self, key: Hashable) -> tuple[Hashable, int]:
         return self._use(self._stored[key], None)
@@ -178,15 +192,15 @@ class Density:
             return 0
         pasts = [self._stored[key] for key in oldest]
         if self._clock >= self._due:
-            self._due = self._clock + self._tuning.again
+            self._due = self._clock + _AGAIN
             for kind in self._kinds.values():
-                kind.learn(self._every, self._tuning.prior)
+                kind.learn(self._every, _PRIOR)
         ages = [self._kinds[past.kind].density(self._clock - past.at) for past in pasts]
         least = min(range(len(ages)), key=ages.__getitem__)
         if least and pasts[0].match is None and pasts[least].match is None:
             pasts[0].match, pasts[least].match = pasts[least], pasts[0]
             pasts[0].kept, pasts[least].kept = True, False
-        return least if self._right >= self._tuning.clearly * self._wrong + self._tuning.doubt else 0
+        return least if self._right >= _CLEARLY * self._wrong + self._doubt else 0
 
     def dropped(self, key: Hashable, *, evicted: bool) -> None:
         past = self._stored.pop(key)
@@ -194,7 +208,7 @@ class Density:
             self._gone[key] = past
         else:
             past.end_match()
-        while len(self._gone) > self._tuning.remembered * len(self._stored):
+        while len(self._gone) > _REMEMBERED * len(self._stored):
             self._gone.popitem(last=False)[1].end_match()
 
     def _use(self, past: _Past, first: Hashable) -> tuple[Hashable, int]:
@@ -203,26 +217,26 @@ class Density:
             self._return(past)
         past.uses += 1
         past.at = self._clock
-        past.kind = min(past.uses, self._tuning.often) if past.uses > 1 else first
+        past.kind = min(past.uses, _OFTEN) if past.uses > 1 else first
         if past.kind not in self._kinds:
-            self._kinds[past.kind] = Ages(self._tuning.octaves)
+            self._kinds[past.kind] = Ages(_OCTAVES)
             self._due = 0
         self._kinds[past.kind].uses += 1
         self._every.uses += 1
         return past.kind, past.at
 
     def _return(self, past: _Past) -> None:
-        octave = min(max(self._clock - past.at, 1).bit_length(), self._tuning.octaves) - 1
+        octave = min(max(self._clock - past.at, 1).bit_length(), _OCTAVES) - 1
         for kind in (self._kinds[past.kind], self._every):
             kind.returned[octave] += 1
-        if sum(self._every.returned) >= self._tuning.learned:
+        if sum(self._every.returned) >= self._learned:
             for kind in (self._every, *self._kinds.values()):
                 kind.halve()
         if past.match is not None:
             self._right += past.kept
             self._wrong += not past.kept
             past.end_match()
-            if self._right + self._wrong > self._tuning.matches:
+            if self._right + self._wrong > _MATCHES:
                 self._right, self._wrong = self._right / 2, self._wrong / 2
 
 

@@ -14,8 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from .tuning import DEFAULT, Serving
+
+# Steps that give tokens until a larger one is tried: so many times as many after each lost step, half as many after
+# each larger one. Chosen: see `Serving.pause`.
+_SLOWER: Final = 4
 
 
 class StepProgress:
@@ -47,7 +52,7 @@ class StepProgress:
         others, since its last token: 0 where a smaller step comes next, or others go first."""
         requests, tokens = len(sizes), sum(sizes.values())
         self.settled = False
-        self._given, self._pause = 0, min(self._tuning.slower * self._pause, self._tuning.pause)
+        self._given, self._pause = 0, min(_SLOWER * self._pause, self._tuning.pause)
         limits = (requests // 2, math.inf) if requests > 1 else (1, tokens // 2 or math.inf)
         if limits < self._limits[-1]:
             self._limits.append(limits)

@@ -20,8 +20,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .tuning import DEFAULT, Sharing
-
 
 @dataclass(frozen=True, slots=True)
 class Sharer:
@@ -38,7 +36,31 @@ class Sharer:
     prices: tuple[tuple[int, float], ...] = ()
 
 
-def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The tuning of processes that share one budget (also hooks/device/shared.py). All chosen."""
+
+    # Seconds that a part which was raised counts as used, and that what a step has lacked counts as lacking: longer
+    # than a step of any model here.
+    dwell: float = 2.0
+    lacking: float = 2.0
+    # 1/16 of the total: less is not worth to displace what others use, and so much more than it lacks is what a process
+    # takes of what is free, so that it asks seldom.
+    margin: int = 16
+    # Seconds after which a ledger that seems unchanged is read nonetheless: a file that replaces another may look like
+    # it. A look that reads takes 0.11 ms of a core, one that does not 0.017 (measured).
+    reread: float = 5.0
+    # Seconds that an allocation waits for pages of other processes, at most: those copy layers to the host meanwhile.
+    patience: float = 2.0
+    # Seconds that another process may take for an answer, and that it is not asked again where it took longer.
+    answer: float = 0.5
+    silent: float = 10.0
+
+
+SHARING = Sharing()
+
+
+def shares(total: int, members: Sequence[Sharer], tuning: Sharing = SHARING) -> tuple[int, ...]:
     """Returns the parts that the members should have now, together no more than the total, or than they have where that
     cannot be. Those that want no more are never raised. See Note [Who gives]."""
     free = total - sum(member.part for member in members)

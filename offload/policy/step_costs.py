@@ -47,11 +47,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from operator import mul
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .tuning import DEFAULT, Serving
+
+REMEMBERED: Final = 4  # steps of each size. Chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class StepCosts:
         if seconds <= 0 or step.new < 1:
             return
         self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
-        self._seen.setdefault(_size(step), deque(maxlen=self._tuning.remembered)).append((step, seconds))
+        self._seen.setdefault(_size(step), deque(maxlen=REMEMBERED)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
             self._fresh = 0
@@ -143,7 +146,7 @@ class StepCosts:
 
     def settled(self, step: Step) -> bool:
         """Is it known what such a step takes, so that now and then one is timed?"""
-        return self._fitted is not None and len(self._seen.get(_size(step), ())) == self._tuning.remembered
+        return self._fitted is not None and len(self._seen.get(_size(step), ())) == REMEMBERED
 
     @property
     def error(self) -> float | None:

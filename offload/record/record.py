@@ -40,11 +40,13 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 from ...allocator.errors import NotTrusted
 from ...allocator.trusted import TrustedFolder, tell
 from ..policy.plan import Costs, meeting
-from ..policy.tuning import DEFAULT, Records
 
 Phase = Literal["prefill", "decode", "pieces"]
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")  # of iterations; see Note [By pieces]
 FORMAT: Final = 2  # of the file
+WINDOW: Final = 16  # times that are remembered of what runs, for each point. Chosen
+NEAREST: Final = 5  # of these, nearest in work, say what an iteration takes as a rule. Chosen: odd, for a median
+GRID: Final = 0.002  # seconds: SLOs are listed at multiples of it (Select-N §4.4)
 
 
 class Point(NamedTuple):
@@ -92,7 +94,6 @@ class Record:
     entering: float = field(default=0.0, kw_only=True)
     lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
-    tuning: Records = DEFAULT.records
 
     def __post_init__(self) -> None:
         times = (self.bandwidth, *self.seconds.values())
@@ -116,7 +117,7 @@ class Record:
 
     def knows(self, point: Point) -> bool:
         """Are there enough lessons for the same listed point that one more changes little?"""
-        return len(self.lessons.get(point.corner, ())) >= self.tuning.nearest
+        return len(self.lessons.get(point.corner, ())) >= NEAREST
 
     def time(self, phase: Phase, batch: int, length: int) -> float | None:
         """Returns the seconds that such an iteration takes at most; None where no point listed is as large. See Note
@@ -130,7 +131,7 @@ class Record:
         recent, work = self.recent.get(Point(phase, batch, length).corner), batch * length
         if not recent:
             return self.time(phase, batch, length)
-        nearest = sorted(recent, key=lambda lesson: abs(lesson.work - work))[: self.tuning.nearest]
+        nearest = sorted(recent, key=lambda lesson: abs(lesson.work - work))[:NEAREST]
         return statistics.median_low(lesson.seconds for lesson in nearest)
 
     def prefill_token(self, tokens: int) -> float | None:
@@ -138,7 +139,7 @@ class Record:
         where none did."""
         ran = [lesson for point, lessons in self.recent.items() if point.phase == "prefill" for lesson in lessons]
         near = sorted(ran, key=lambda lesson: max(lesson.work, tokens) / min(lesson.work, tokens))
-        nearest = near[: self.tuning.nearest]
+        nearest = near[:NEAREST]
         return statistics.median_low(lesson.seconds / lesson.work for lesson in nearest) if nearest else None
 
     def learned(self, point: Point, seconds: float) -> Self:
@@ -147,8 +148,8 @@ class Record:
         if not 0 < seconds < math.inf:
             raise ValueError(f"an iteration takes a positive time, not {seconds}")
         corner, lesson = point.corner, Lesson(point.batch * point.length, seconds)
-        lessons = _remembered(self.lessons.get(corner, ()), lesson, self.tuning.window)
-        recent = (lesson, *self.recent.get(corner, ()))[: self.tuning.window]
+        lessons = _remembered(self.lessons.get(corner, ()), lesson, WINDOW)
+        recent = (lesson, *self.recent.get(corner, ()))[:WINDOW]
         return replace(self, lessons={**self.lessons, corner: lessons}, recent={**self.recent, corner: recent})
 
     def with_bandwidth(self, bandwidth: float) -> Self:
@@ -184,7 +185,7 @@ def _believed(lessons: Sequence[Lesson]) -> float:
     return max((0.0, *sorted(lesson.seconds for lesson in lessons)[: max(1, len(lessons) - 1)]))
 
 
-def on_grid(slo: float, grid: float = DEFAULT.records.grid) -> float:
+def on_grid(slo: float, grid: float = GRID) -> float:
     """Returns the SLO that is listed for this one, in seconds: the next multiple of `grid` below it, which is never
     looser; 0 for one that is below all."""
     return math.floor(slo / grid * (1 + 1e-9)) * grid

@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING, Final
 from ...allocator._native import Device, Done, Group, HostMemory, Range, Transfer
 from ...allocator.errors import DriverError, ManageError, PoolExhausted, WeightsFileError
 from ..policy.layout import ALIGNMENT
-from ..policy.tuning import DEFAULT
 from .pieces import runs_of
 from .slots import Copies
 from .weights_file import FileSpan, WeightsFile
@@ -134,8 +133,9 @@ class FileBacking:
 class FileBackings:
     """The parts of weights files that are registered with one device, for its file backings. Not thread-safe."""
 
-    def __init__(self, device: Device, piece: int = DEFAULT.files.registered) -> None:
-        """`piece`: bytes that are registered together, whole pages of the machine."""
+    def __init__(self, device: Device, piece: int = 64 * 2**20) -> None:
+        """`piece`: bytes that are registered together, whole pages of the machine. Chosen: far more than a copy needs
+        to run at the full speed of the link (record/link.py); a layer of 400 MiB is cut six times."""
         self._device = device
         self._piece = piece
         self._pieces: dict[WeightsFile, dict[int, HostMemory]] = {}

@@ -53,7 +53,7 @@ from ...allocator.errors import NotTrusted, WeightsFileError
 from ...allocator.notices import warn
 from ...allocator.trusted import TrustedFolder, tell
 from ..policy.prefixes import Stored, StoredPart, before, leaving
-from ..policy.tuning import DEFAULT, Prefixes
+from ..policy.tuning import DEFAULT
 from .weights_file import METADATA, TICK, TensorEntry, read_header, read_metadata
 
 FORMAT: Final = "ballonet prefix 1"
@@ -254,9 +254,9 @@ class PrefixFiles:
         limit: int | None,
         salt: bytes,
         clock: Callable[[], float] = time.monotonic,
-        tuning: Prefixes = DEFAULT.prefixes,
+        rest: float = DEFAULT.prefixes.rest,
     ) -> None:
-        """`clock`: seconds."""
+        """`clock`: seconds; `rest`: until a folder that could not be written to is tried again."""
         self.directory: Final = Path(directory)
         self.limit: Final = limit
         self._salt = salt
@@ -266,7 +266,7 @@ class PrefixFiles:
         self._seen = -1  # the folder's time when it was looked through, -1: it has to be
         self._bad: set[tuple[str, int, int]] = set()  # that are not to be looked at: name, inode, last use
         self._clock = clock
-        self._tuning = tuning
+        self._pause = rest
         self._writing = -math.inf  # the time from which on it is written
         self._told = False  # that it cannot be written to
         self._number = 0
@@ -519,7 +519,7 @@ class PrefixFiles:
         """Writes nothing for a while."""
         with self._lock:
             first, self._told = not self._told, True
-            self._writing = self._clock() + self._tuning.rest
+            self._writing = self._clock() + self._pause
         if isinstance(error, NotTrusted):
             tell(str(error))
         elif first:

@@ -22,8 +22,9 @@ from typing import Any, Final, Literal, TypeVar
 from ...allocator.errors import ConfigError
 from ...allocator.events import Counts, LoggedEvent
 from ...allocator.units import format_size, format_time
-from ..policy.tuning import DEFAULT, Timelines
 
+# Seconds between tries to write to a full disk. Chosen: with 30 tries somebody has a minute to make room.
+REST: Final = 2.0
 OWNERS = ("free", "weights", "activations", "kv", "pending_free")
 COLOURS: Final = {  # of owners, from the bottom up where they are stacked
     "weights": "#3b6fb6",
@@ -372,19 +373,21 @@ def write(recording: SeriesRecording, path: str) -> None:
         written(lambda: put(as_trace(recording), path), path)
 
 
-def written(act: Callable[[], object], path: str, tuning: Timelines = DEFAULT.timeline) -> None:
+def written(act: Callable[[], object], path: str, tries: int = 30, rest: float = REST) -> None:
     """Writes a file by `act`; where the disk is full says so on stderr, and tries again for a while. OSError."""
-    for left in range(tuning.tries, -1, -1):
+    for left in range(tries, -1, -1):
         try:
             act()
             return
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not left:
                 raise
-            if left == tuning.tries:
-                seconds = format_time(tuning.tries * tuning.rest)
-                print(f"ballonet: there is no room for {path}: it is tried again for {seconds}", file=sys.stderr)
-            time.sleep(tuning.rest)
+            if left == tries:
+                print(
+                    f"ballonet: there is no room for {path}: it is tried again for {format_time(tries * rest)}",
+                    file=sys.stderr,
+                )
+            time.sleep(rest)
 
 
 def put(text: str, path: str) -> None:

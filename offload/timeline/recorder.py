@@ -20,15 +20,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from ...allocator import devices
 from ...allocator._native import Device
 from ...allocator.devices import Runtime
 from ...allocator.events import Counts, Events, LoggedEvent, more
-from ..policy.tuning import DEFAULT, Timelines
 from .file import VIEWER, End, Level, RequestSeries, Row, SeriesRecording, fewer, is_picture, summary, thinned, write
 from .file import check as check
+
+# What a trace has that a browser opens at once: marks and requests, the first ones, and batches of each loop. Chosen.
+MARKS: Final = 200
+_REQUESTS: Final = 2_000
+_BATCHES: Final = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """How often a recorder collects, and how much it keeps. All chosen, as above."""
+
+    interval: float = 0.05  # seconds between two collections; the device's own log lasts for seconds
+    rows: int = 20_000  # of pages by owner
+    events: int = 10_000  # decisions
 
 
 @dataclass(slots=True)
@@ -136,17 +149,17 @@ class Recorder:
     """Collects in a thread what a device does, until `stop()`. A context manager. Memory is bounded: rows and events
     are thinned when they become too many."""
 
-    def __init__(self, recorders: Recorders, tuning: Timelines = DEFAULT.timeline) -> None:
+    def __init__(self, recorders: Recorders, tuning: Timelines | None = None) -> None:
         """`recorders`: of the device, which this one joins until its end."""
         self._recorders = recorders
         self._log = recorders.log
-        self._tuning = tuning
+        self._tuning = tuning or Timelines()
         self._rows: list[Row] = []
         self._levels: list[Level] = []
         self._events: list[LoggedEvent] = []
         self._missing = 0
         self._marks: list[tuple[int, str]] = []
-        self.served = Served(tuning.requests, tuning.batches)
+        self.served = Served(_REQUESTS, _BATCHES)
         self._counts: Counts = {}
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -234,7 +247,7 @@ class Recorder:
 
     def mark(self, name: str) -> None:
         """Marks the beginning of a call; see Recorders.mark."""
-        if len(self._marks) < self._tuning.marks:
+        if len(self._marks) < MARKS:
             self._marks.append((time.monotonic_ns(), name))
 
     def take(self, rows: list[Row], snapshot: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 import ballonet
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.pieces import program
-from ballonet.offload.policy.tuning import PieceForwards
+from ballonet.hooks.pieces.runner import KEYS
 
 from .. import models
 from .decoding import SHORT, answer, apart, between, by_graphs, captures, prompt, replays
@@ -134,7 +134,7 @@ def test_idle_graphs_go_at_the_next_forward_of_another_model_while_pages_are_sho
 def test_graphs_of_keys_that_are_forgotten_give_their_memory_back_at_once(place: Place) -> None:
     """No garbage is collected meanwhile."""
     model = models.build("llama").to(place.kind)
-    most = PieceForwards().keys
+    most = KEYS
     with ballonet.manage(model) as managed:
         gc.disable()
         try:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import ballonet
+from ballonet.hooks.pieces.runner import KEYS
 
 from .. import models
 from .decoding import SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
@@ -441,7 +442,7 @@ def test_kinds_of_forwards_whose_graphs_are_kept_are_bounded(place: Place) -> No
     model = models.build("llama").to(place.kind)
     with ballonet.manage(model) as managed:
         runner = managed._pieces
-        most = runner._tuning.keys
+        most = KEYS
         rows = range(1, most + 4)
         for count in rows:
             answer(model, prompt("llama", place, SHORT, rows=count), 6)
@@ -458,9 +459,9 @@ def test_kinds_of_forwards_whose_graphs_are_kept_are_bounded(place: Place) -> No
 def test_kinds_of_forwards_that_are_never_captured_are_bounded(place: Place) -> None:
     model = models.build("llama").to(place.kind)
     with ballonet.manage(model) as managed:
-        for count in range(1, managed._pieces._tuning.keys + 9):
+        for count in range(1, KEYS + 9):
             answer(model, prompt("llama", place, 4, rows=count), 3)
-        assert len(managed._pieces._plans) <= managed._pieces._tuning.keys
+        assert len(managed._pieces._plans) <= KEYS
 
 
 # -- What decides by length, and what others capture and compile

@@ -19,7 +19,6 @@ from ballonet.allocator.config import Config
 from ballonet.hooks.device import managers
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.offload.policy.kv_pages import Near, lacking, leaving, mean_seconds
-from ballonet.offload.policy.tuning import PeerPages
 from ballonet.offload.record import link
 
 from .. import models
@@ -210,9 +209,9 @@ def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device)
 
 
 def test_how_much_leaves_and_whose() -> None:
-    assert [lacking(free, 16, PeerPages()) for free in (0, 1, 2, 3)] == [4, 3, 0, 0]
-    assert lacking(0, 1, PeerPages()) == 1
-    assert lacking(0, 0, PeerPages()) == 0
+    assert [lacking(free, 16) for free in (0, 1, 2, 3)] == [4, 3, 0, 0]
+    assert lacking(0, 1) == 1
+    assert lacking(0, 0) == 0
     caches = [Near(1, 5, True, 1.0), Near(2, 2, False, 9.0), Near(3, 4, False, 3.0), Near(4, 0, False, 0.0)]
     assert leaving(caches, 0) == {}
     assert leaving(caches, 5) == {3: 4, 2: 1}

@@ -22,8 +22,7 @@ from ballonet.hooks.kv import pages as find_pages
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.ranges import CacheRanges
 from ballonet.offload.manager import kv_client
-from ballonet.offload.policy.kv_pages import ahead, window
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.kv_pages import AHEAD, ROWS, ahead, window
 from ballonet.testing.movable import MovableKV
 
 from .. import pool
@@ -31,8 +30,6 @@ from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from ..threads import elsewhere
 from ..tuned import Clock, Tuned
 from .pressure import hog, poison, press, started, tiers
-
-ROWS = DEFAULT.kv_reads.rows
 
 PAGE = 4096
 BUDGET = 96
@@ -527,8 +524,8 @@ def test_pages_lie_ahead_just_in_time_and_never_more_than_allowed(layers: int, w
             waiting.update(ahead(layer, layers, width, took=took, next_takes=takes))
             assert len(waiting) <= width
     assert missed == 0
-    assert window(2 * 2**20, DEFAULT.kv_growth.ahead) == 23
-    assert window(2**30, DEFAULT.kv_growth.ahead) == 1
+    assert window(2 * 2**20, AHEAD) == 23
+    assert window(2**30, AHEAD) == 1
 
 
 def test_the_next_page_is_mapped_before_it_is_needed(device: Device) -> None:

@@ -25,8 +25,7 @@ from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.manager.reclaim import Repayment
-from ballonet.offload.policy.lending import Lent, unit_within
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.lending import PART, Lent, unit_within
 
 from ..models import build
 from ..pool import bytes_that_exist, tiny_layers
@@ -165,7 +164,7 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         worker.store.clear()
         for turn in others:
             master.ask(turn)
-        assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // DEFAULT.loans.part).size == 12
+        assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // PART).size == 12
         assert worker.lent.lent >= 48
         assert master.lent.borrowed > 200
         keys = len(master.store.contents.index.blocks.index)

@@ -18,7 +18,7 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.kv.pages import KVPages
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.hooks.weights.follow import MOVES
 
 from ..models import build
 from ..pool import tiny_layers
@@ -311,7 +311,7 @@ def test_memory_that_is_replaced_twice() -> None:
     """What is replaced often lies where torch puts it, which may be where it was before."""
     with sides() as both:
         ids = words(torch.Generator().manual_seed(1), 20)
-        for _ in range(DEFAULT.weights.moves + 4):
+        for _ in range(MOVES + 4):
             weight = weight_of(both.model)
             for _ in range(2):
                 weight.data = weight.data * 1.1

@@ -15,12 +15,12 @@ from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.groups import Members, Span
 from ballonet.offload.policy.replicas.protocol import Action, Commit, Prepare
-from ballonet.offload.policy.tuning import Replicas
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 PAGES = (25,) * 12  # of each layer: a model of 300
 MEMORY = 1000  # pages of each replica
 KV = KVSize(token=128, page=1024)  # 8 tokens a page; 5,600 fit beside the model
-TUNING = Replicas(dwell=10.0, settle=10.0, again=5.0, silent=1.0, answer=10.0, bulk=60.0, lives=5)
+TUNING = ReplicaTuning(dwell=10.0, settle=10.0, again=5.0, silent=1.0, answer=10.0, bulk=60.0, lives=5)
 ONES = {(0,), (1,), (2,), (3,)}
 PAIRS = {(0, 1), (2, 3)}
 FULL = {"used": 600, "free": 5, "pending": 102}  # a load that asks for a drop

@@ -35,7 +35,7 @@ from ballonet.hooks.replicas.replica_server import LocalFleet, ReplicaServer
 from ballonet.hooks.replicas.supervisor import Fleet as ReplicaFleet
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
-from ballonet.offload.policy.tuning import DEFAULT, Replicas
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 from ballonet.testing import replica_faults
 from ballonet.testing.replica_faults import Fault
 
@@ -85,7 +85,7 @@ SLOW = "100MB/s"
 # Every drop that frees memory is made, whatever it is predicted to gain; a loaded machine makes nobody dead; whoever is
 # lost is replaced at once, and its requests are computed as often as it takes.
 EAGER = replace(
-    DEFAULT.replicas,
+    ReplicaTuning(),
     gain=-math.inf,
     full=0.3,
     dwell=0.3,
@@ -327,7 +327,7 @@ def serving(
     folder: Path,
     replicas: int,
     budget: str = "37MiB",
-    tuning: Replicas = EAGER,
+    tuning: ReplicaTuning = EAGER,
     log: Path | None = None,
     timeline: Path | None = None,
     **more: str,

@@ -15,25 +15,25 @@ from ballonet.hooks.replicas.microbatch_plan import Chunk, Request
 from ballonet.hooks.replicas.process import measure_cost, sample_requests
 from ballonet.hooks.replicas.replica_model import HostTimeMarks, SpanRunner
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 from ..models import build
 from .stages import Replicas, install
 
 LAYERS = 2
 COST = ChunkCost(1e-6, 2e-5, 1e-3)
-FEW = replace(DEFAULT.replicas, requests_measured=24, answer_measured=6, rounds_measured=2)
+FEW = ReplicaTuning(requests_measured=24, answer_measured=6, rounds_measured=2)
 
 
 def test_made_requests_are_of_all_sizes() -> None:
-    lengths = [len(request.prompt) for request in sample_requests(DEFAULT.replicas, 512)]
-    assert len(lengths) == DEFAULT.replicas.requests_measured
-    assert min(lengths) < 512 // 8 < 2 * 512 < max(lengths) <= DEFAULT.replicas.batches_measured * 512
+    lengths = [len(request.prompt) for request in sample_requests(ReplicaTuning(), 512)]
+    assert len(lengths) == ReplicaTuning().requests_measured
+    assert min(lengths) < 512 // 8 < 2 * 512 < max(lengths) <= ReplicaTuning().batches_measured * 512
     assert sum(length < 512 for length in lengths) > len(lengths) / 2
     assert [request.prompt for request in sample_requests(FEW, 512)] == [
         request.prompt for request in sample_requests(FEW, 512)
     ]
-    *others, last = (request.new for request in sample_requests(DEFAULT.replicas, 512))
+    *others, last = (request.new for request in sample_requests(ReplicaTuning(), 512))
     assert last > max(others) + 4, "it decodes alone at the end"
 
 
@@ -107,7 +107,7 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rounds", [4, 6])
 def test_disturbed_batch_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as all batches take the same nothing is known; after three tries that is an error."""
-    now, stock, begun, tuning = [0.0], process._batches, [0], replace(FEW, tries_measured=3)
+    now, stock, begun = [0.0], process._batches, [0]
     run = SpanRunner._run
 
     def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
@@ -124,7 +124,7 @@ def test_disturbed_batch_is_measured_again(rounds: int, monkeypatch: pytest.Monk
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         if rounds == 6:
             with pytest.raises(ValueError, match="do not say"):
-                measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), tuning)
+                measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW)
         else:
-            assert measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), tuning).error < 1e-2
+            assert measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW).error < 1e-2
     assert begun[0] == 6

@@ -25,7 +25,7 @@ from ballonet.offload.policy.replicas.demand import (
 from ballonet.offload.policy.replicas.drops import Pull, group_restore, homes, pull_order, restore_plan
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 from ballonet.offload.policy.replicas.requests import Dispatcher
-from ballonet.offload.policy.tuning import Replicas
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 KV = KVSize(token=128, page=1024)  # 8 tokens a page
 SIZE = st.integers(1, 40)
@@ -201,7 +201,7 @@ def test_requests_find_a_home_largest_first() -> None:
 # Overload, calm and death
 
 
-TUNING = Replicas(full=0.95, calm=0.5, dwell=10.0, looks=8, silent=1.0, iterations=5, remembered=3)
+TUNING = ReplicaTuning(full=0.95, calm=0.5, dwell=10.0, looks=8, silent=1.0, iterations=5, remembered=3)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_time_in_which_nobody_listened_is_excused() -> None:
 
 
 def test_growth_is_looked_ahead_at_the_rate_of_late() -> None:
-    growth = Growth(Replicas(looks=3, ahead=10.0))
+    growth = Growth(ReplicaTuning(looks=3, ahead=10.0))
     assert growth.pages == 0
     growth.observe(0.0, Usage(0, 100, 0, 100))
     assert growth.pages == 0

@@ -27,7 +27,7 @@ from ballonet.offload.policy.replicas.drops import (
 from ballonet.offload.policy.replicas.groups import Group, Span, alone, check_groups, pulled, regroup, slot
 from ballonet.offload.policy.replicas.protocol import Decline, Load, Prepare
 from ballonet.offload.policy.replicas.requests import RequestEntry
-from ballonet.offload.policy.tuning import Replicas
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 from .controller_scene import KV, ControllerScene, of_kind
 
@@ -292,7 +292,7 @@ def test_a_plan_for_n_replicas_takes_n_log_n_comparisons(needed: int) -> None:
 # Does a drop pay?
 
 
-TUNING = Replicas(chunk=512, bubble=0.1, gain=0.05)
+TUNING = ReplicaTuning(chunk=512, bubble=0.1, gain=0.05)
 
 
 class Linear:

@@ -21,7 +21,7 @@ from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.manager.overview import Duplicates
 from ballonet.offload.policy.reclaim_order import LISTED, PageSource
 from ballonet.offload.policy.replicas import protocol
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 from ballonet.testing.sources import sources
 
 from ..fake_manager import EQUAL, FakeCache, FakeModel, a_manager
@@ -161,7 +161,7 @@ LAYERS = 4
 
 def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
     """Returns the pending pages of the next load."""
-    now[0] += DEFAULT.replicas.beat
+    now[0] += ReplicaTuning().beat
     replica.step()
     return [message.pending for message in supervisor.heard if isinstance(message, protocol.Load)][-1]
 
@@ -188,7 +188,7 @@ def test_pages_that_the_ladder_lacks_are_pending_for_a_while() -> None:
         assert pending(replica, supervisor, now) == 7
         duplicates.request_drop(2)
         assert pending(replica, supervisor, now) == 9, "both at once"
-        now[0] += DEFAULT.replicas.wished
+        now[0] += 10 * ReplicaTuning().period
         assert pending(replica, supervisor, now) == 0
         supervisor.said.append(End())
         replica.run()

@@ -21,11 +21,11 @@ from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.errors import Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.link import HEADER_BYTES, Header, Link, LinkState
 from ballonet.hooks.replicas.pair import GlooConnect, Store, TwoRanks
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 LONG = 120.0  # s, until a test is given up; nothing is said of how fast this machine is
 EPOCHS = itertools.count(10, 10)
-TUNING = replace(DEFAULT.replicas, forming=LONG, linger=LONG)
+TUNING = ReplicaTuning(forming=LONG, linger=LONG)
 
 
 @pytest.fixture(scope="module")

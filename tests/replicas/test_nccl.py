@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ import torch
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link, LinkState
 from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, LinkGpu, NcclConnect, NcclPair, Store
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 LONG = 120.0
 CPU = torch.device("cpu")
-TUNING = replace(DEFAULT.replicas, forming=LONG, linger=LONG)
+TUNING = ReplicaTuning(forming=LONG, linger=LONG)
 EPOCHS = itertools.count(1)
 
 

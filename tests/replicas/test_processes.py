@@ -17,7 +17,7 @@ from ballonet.__main__ import main
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks.replicas import child_processes
 from ballonet.offload.policy.replicas.processes import Replacements, check_fits, share
-from ballonet.offload.policy.tuning import Replicas
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 from .. import programs
 from .fleet import wait
@@ -112,7 +112,7 @@ def test_where_ray_is_not_installed_it_is_said_how_to_install_it(capsys: pytest.
 # Replacements
 
 
-TUNING = Replicas(starts=3, steady=60.0, start_wait=0.5, longest_wait=4.0)
+TUNING = ReplicaTuning(starts=3, steady=60.0, start_wait=0.5, longest_wait=4.0)
 
 
 def test_lost_replica_is_replaced_at_once() -> None:

@@ -47,7 +47,8 @@ from ballonet.offload.policy.replicas.protocol import (
     from_line,
     to_line,
 )
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
+from ballonet.offload.timeline.file import REST
 from ballonet.offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording, as_trace, write
 
 from ..tuned import Clock
@@ -57,7 +58,7 @@ from .virtual import SLOW, burst, fleet, replayed
 PAIR = Group((0, 1), (Span(0, 3), Span(3, 8)))
 ENTRIES: list[Entry] = [
     Setup(
-        (3, 4), KVSize(128, 1024), ChunkCost(1e-9, 0.1, 1e-3, decode=ChunkCost(0.0, 1e-5, 0.1)), DEFAULT.replicas, 0.1
+        (3, 4), KVSize(128, 1024), ChunkCost(1e-9, 0.1, 1e-3, decode=ChunkCost(0.0, 1e-5, 0.1)), ReplicaTuning(), 0.1
     ),
     Decision(3, Tick(0.1 + 0.2), (Prepare(3, (PAIR,), (Pull(0, 1, None), Pull(1, 7, 0))), Decline(Reason.NO_PLAN))),
     Decision(3, Load(1.0, 0, 3, 5, 6, 7, 8), (Decline(Reason.NO_GAIN, Verdict(math.inf, 1 / 3, helps=False)),)),
@@ -146,13 +147,13 @@ def test_a_log_on_a_full_disk_goes_on_once_there_is_room(
     disk.room = 10**9
     file(ENTRIES[3])
     assert read_decisions(path) == ENTRIES[:2], "not at once"
-    clock.now += DEFAULT.timeline.rest
+    clock.now += REST
     if room < 10**9:
         disk.room = room
         file(ENTRIES[3])
         assert read_decisions(path) == []
         disk.room = 10**9
-        clock.now += DEFAULT.timeline.rest
+        clock.now += REST
     file(ENTRIES[4])
     file.close()
     assert read_decisions(path) == [Continued(3 if room == 10**9 else 4), ENTRIES[0], ENTRIES[4]]
@@ -271,7 +272,7 @@ def test_bars_of_another_machine_are_moved_to_the_server_s_clock() -> None:
 
 def test_requests_wait_and_answer_and_too_many_bars_are_counted() -> None:
     clock = Clock(10.0)
-    recording = Recording(clock, dataclasses.replace(DEFAULT.timeline, bars=4))
+    recording = Recording(clock, 4)
     recording.request("a", 2.0, 5.0)
     recording.request("b", 3.0, None)
     recording.mark("epoch 2: drop")

@@ -231,7 +231,7 @@ def settings_of(model: Any) -> GroupSettings:
 
 @pytest.fixture
 def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
-    tuned(weights={"large": 2**11}, replicas={"moved": PAGE})  # so that tiny layers have ranges, and pieces
+    tuned(weights={"large": 2**11, "moved": PAGE})  # so that tiny layers have ranges, and pieces
     ballonet.install(2**24, page_size=PAGE, host_budget=2**22, device="cpu")
     models = [build("llama", num_hidden_layers=LAYERS) for _ in range(2)]
     with ExitStack() as stack:

@@ -37,7 +37,7 @@ from ballonet.offload.policy.replicas import protocol
 from ballonet.offload.policy.replicas.drops import Pull
 from ballonet.offload.policy.replicas.groups import Group, Span
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 from .stages import chosen
 
@@ -212,7 +212,7 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
     scene.begins()
     scene.replicas.ends(0)
     scene.replicas.ends(1)
-    for count in range(DEFAULT.replicas.starts):
+    for count in range(ReplicaTuning().starts):
         wait(lambda count=count: len(scene.replicas.started) == 4 + 2 * count)
         scene.replicas.ends(0)
         scene.replicas.ends(1)

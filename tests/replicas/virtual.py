@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from ballonet.hooks.virtual_replicas.fleet_run import FleetRun, RecordedClient
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.pipeline import ChunkCost
 from ballonet.offload.policy.replicas.protocol import Action, Decision, Dispatch, Entry, Event, Setup
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.replicas.tuning import ReplicaTuning
 
 PAGE = 2**16
 KV = 2**12  # bytes of a token, so a page has 16
@@ -23,7 +23,7 @@ SHAPE = Shape((16 * PAGE,) * 8, 2 * PAGE, KV, 256)
 COST = ChunkCost(1e-9, 2e-5, 1e-3, decode=ChunkCost(0.0, 2e-5, 1e-3, prefix=1e-8))
 SLOW = ChunkCost(1e-9, 2e-5, 2e-2, decode=ChunkCost(0.0, 2e-5, 2e-2, prefix=1e-8))  # weights are what takes time
 SLOWLY = 4e6  # bytes per second between two: a layer takes a quarter of a second
-TUNING = replace(DEFAULT.replicas, linking=0.1)  # an epoch of two is prepared for 0.1 s
+TUNING = ReplicaTuning(linking=0.1)  # an epoch of two is prepared for 0.1 s
 A = TypeVar("A", bound=Action)
 E = TypeVar("E", bound=Event)
 

@@ -19,12 +19,11 @@ from pydantic import TypeAdapter
 from transformers import GenerationConfig
 
 from ballonet.hooks.server.engine import Denial
+from ballonet.hooks.server.fields import ASKING
 from ballonet.hooks.server.requests import Defaults, derived_seed
-from ballonet.offload.policy.tuning import DEFAULT
 
 from .scripted import CHAT, END, LONGEST, NAME, Scene
 
-ASKING = DEFAULT.serving.asking
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
 TOOLS = [

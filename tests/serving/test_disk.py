@@ -23,9 +23,7 @@ from .test_server import Serving, by_stock, complete
 # next write stops in the middle, for good.
 STORING = """
 import errno, os, pathlib, sys, threading
-from dataclasses import replace
 from ballonet.__main__ import main
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.timeline import file
 from tests.tuned import tuning
 
@@ -48,7 +46,7 @@ def puts(*given):
     put(*given)
 
 os.pwrite, file.put = pwrite, puts
-file.written.__defaults__ = (replace(DEFAULT.timeline, rest=0.01, tries=10**6),)
+file.written.__defaults__ = (10**6, 0.01)
 with tuning(prefixes={"block": 16, "rest": 0.0, "again": 0}):
     sys.exit(main(sys.argv[2:]))
 """

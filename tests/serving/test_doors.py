@@ -33,7 +33,7 @@ from uvicorn.server import ServerState
 from ballonet.allocator.errors import ConfigError, ManageError
 from ballonet.hooks.server.anteroom import Anteroom
 from ballonet.hooks.server.application import Address, Application
-from ballonet.hooks.server.connections import BoundedConnection, Connections, FewLines
+from ballonet.hooks.server.connections import BoundedConnection, ClientLimits, Connections, FewLines
 from ballonet.hooks.server.doors import Doors, read_key
 from ballonet.hooks.server.ending import Listening
 from ballonet.hooks.server.engine import Denial
@@ -42,7 +42,6 @@ from ballonet.hooks.server.render_worker import LENGTH
 from ballonet.hooks.server.rendering import Source
 from ballonet.hooks.server.served import Models, ServedModel, pooled, prepared_by
 from ballonet.hooks.watch.endpoint import listen
-from ballonet.offload.policy.tuning import DEFAULT, ClientLimits
 
 from .. import programs
 from ..tuned import Clock
@@ -125,7 +124,7 @@ def scene() -> Iterator[Callable[..., Scene]]:
     made: list[Scene] = []
 
     def make(doors: Doors | None = None, most: int = 1000, longest: int = 0, **limits: Any) -> Scene:
-        tuning = replace(DEFAULT.clients, sweep=0.01, told=0.1, **limits)
+        tuning = ClientLimits(sweep=0.01, told=0.1, **limits)
         made.append(Scene(doors or Doors(), tuning, most, longest))
         return made[-1]
 
@@ -168,7 +167,7 @@ class Real:
     """A server of one model whose engine answers by a script, with processes that render, and all limits."""
 
     def __init__(self, folder: Path, **limits: Any) -> None:
-        tuning = replace(DEFAULT.clients, sweep=0.01, told=0.1, **limits)
+        tuning = ClientLimits(sweep=0.01, told=0.1, **limits)
         source = Source(saved_tokenizer(folder), family="qwen3", own_templates=True)
         self._pool = RenderPool(prepared_by([source]), tuning)
         self.engine = Scripted(PreTrainedTokenizerFast.from_pretrained(source.name))
@@ -383,7 +382,7 @@ def test_a_stream_that_is_read_slowly_goes_on() -> None:
         server_state=ServerState(),
         app_state={},
         _loop=loop,
-        connections=Connections(FILES, replace(DEFAULT.clients, reader=10), clock),
+        connections=Connections(FILES, ClientLimits(reader=10), clock),
     )
     connection.connection_made(MagicMock(asyncio.Transport, is_closing=lambda: False))
     loop.close()
@@ -435,7 +434,7 @@ def test_clients_that_come_at_once_are_connected_while_the_loop_is_held(scene: C
 
 
 def test_connections_leave_files_for_models() -> None:
-    tuning = replace(DEFAULT.clients, connections=4000, files=200, burst=60)
+    tuning = ClientLimits(connections=4000, files=200, burst=60)
     made = [Connections(files, tuning) for files in (10**6, 1000, 100, 0)]
     assert [(connections.most, connections.burst) for connections in made] == [(4000, 60), (800, 50), (75, 6), (1, 1)]
 
@@ -462,14 +461,12 @@ def test_a_logger_writes_few_lines() -> None:
 
 SERVER = """
 import asyncio, resource, sys, threading, time
-from dataclasses import replace
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
-from ballonet.hooks.server.connections import Connections, raise_files
+from ballonet.hooks.server.connections import ClientLimits, Connections, raise_files
 from ballonet.hooks.server.ending import Listening, Watchdog
 from ballonet.hooks.watch.endpoint import listen
-from ballonet.offload.policy.tuning import DEFAULT
 
 grace, hung, files = map(float, sys.argv[1:])
 if files:
@@ -495,7 +492,7 @@ async def stream(request):
     return StreamingResponse(parts())
 
 routes = [Route(f"/{call.__name__}", call) for call in (answer, wait, hang, stream)]
-tuning = replace(DEFAULT.clients, told=0.05, headers=1e6, lines=5)
+tuning = ClientLimits(told=0.05, headers=1e6, lines=5)
 connections = Connections(raise_files(), tuning)
 sockets = listen("127.0.0.1", 0)
 print(sockets[0].getsockname()[1], flush=True)
@@ -663,7 +660,7 @@ def rendering(act: Callable[[RenderPool], Coroutine[Any, Any, None]], **limits: 
     """Runs a coroutine with a pool of processes."""
 
     async def run() -> None:
-        pool = RenderPool(tuning=replace(DEFAULT.clients, **{"render": FOREVER, **limits}))
+        pool = RenderPool(tuning=ClientLimits(**{"render": FOREVER, **limits}))
         try:
             pool.wait()
             await act(pool)

@@ -24,7 +24,6 @@ from ballonet.hooks.managed import Managed
 from ballonet.hooks.prefix.index import PAGED
 from ballonet.hooks.prefix.sequence import Gone
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.policy.tuning import BlockDensity
 
 from ..models import build
 from ..tuned import Tuned
@@ -297,7 +296,7 @@ def use(model: Any, often: str, once: str) -> None:
 @pytest.mark.parametrize(("often", "once"), [("batch", "generate"), ("generate", "batch")])
 def test_blocks_worth_least_leave_for_the_limit_whoever_has_them(tuned: Tuned, often: str, once: str) -> None:
     """A prompt that returns stays although one that does not came later; of that the end goes first."""
-    tuned(prefixes={"density": BlockDensity(doubt=0.0)})  # too few evictions to prove what is learned
+    tuned(prefixes={"doubt": 0.0})  # too few evictions to prove what is learned
     model = build("llama", num_hidden_layers=8)
     install(256)
     with ballonet.manage(model, prefix_cache=True) as managed:
@@ -341,7 +340,7 @@ def test_blocks_stay_for_the_limit_while_their_pages_do_not_count() -> None:
 def test_blocks_worth_least_leave_for_requests(tuned: Tuned) -> None:
     """Blocks of a prompt that returns stay longer than those of one that came last; sequences are not the loop's to
     drop."""
-    tuned(prefixes={"density": BlockDensity(doubt=0.0)})  # too few evictions to prove what is learned
+    tuned(prefixes={"doubt": 0.0})  # too few evictions to prove what is learned
     model = build("llama", num_hidden_layers=8)
     install(256)
     with ballonet.manage(model, prefix_cache=True) as managed:

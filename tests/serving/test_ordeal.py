@@ -29,8 +29,7 @@ from openai import APIConnectionError, APIError, APIStatusError, BadRequestError
 from rich.console import Console
 from rich.table import Table
 
-from ballonet.hooks.server.connections import raise_files
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.hooks.server.connections import ClientLimits, raise_files
 
 from .fuzz import fuzz
 from .test_clients import CLIENTS, SEED, check, come, request
@@ -171,7 +170,7 @@ class Ordeal:
         return {
             "sockets": sum(link.startswith("socket:") for link in links) - processes,
             "threads": len(os.listdir(f"/proc/{process}/task")),
-            "processes": max(0, processes - 1 - DEFAULT.clients.renderers),
+            "processes": max(0, processes - 1 - ClientLimits().renderers),
             "requests": int(self.server.figure("ballonet_requests{")),
         }
 

@@ -16,8 +16,7 @@ from ballonet.offload.manager.memory_manager import MemoryManager
 from ballonet.offload.policy.admission import LogicalBuffer
 from ballonet.offload.policy.progress import StepProgress
 from ballonet.offload.policy.step_bound import StepBound
-from ballonet.offload.policy.step_costs import RequestSLO, Step, StepCosts
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.step_costs import REMEMBERED, RequestSLO, Step, StepCosts
 
 from ..models import build
 from ..pool import take_out
@@ -170,7 +169,7 @@ def test_where_nothing_was_lost_tokens_make_up_for_nothing() -> None:
 
 def test_the_time_of_a_step_is_known_once_such_steps_ran() -> None:
     costs, sizes = StepCosts(), [Step(1, 3), Step(1, 9), Step(2, 40)]
-    for n in range(DEFAULT.serving.remembered):
+    for n in range(REMEMBERED):
         assert not any(costs.settled(step) for step in sizes), n
         for step in sizes:
             costs.observe(step, 1e-3 * step.read)

@@ -54,10 +54,11 @@ LONGEST = 512  # tokens of a sequence
 # `ballonet` whose loops begin no step as long as there is a file, which goes as they are to end
 HELD = """
 import pathlib, sys, time
+from dataclasses import replace
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from ballonet.__main__ import main
+from ballonet.hooks.server import application
 from ballonet.hooks.server.loops import Loop
-from tests.tuned import tuning
 
 held, step, tell = pathlib.Path(sys.argv[1]), ContinuousBatchProcessor._generation_step, Loop.tell
 
@@ -71,8 +72,8 @@ def tells(self):
     held.unlink(missing_ok=True)
 
 ContinuousBatchProcessor._generation_step, Loop.tell = waits, tells
-with tuning(clients={"told": 600.0}):
-    sys.exit(main(sys.argv[2:]))
+application.CLIENTS = replace(application.CLIENTS, told=600.0)
+sys.exit(main(sys.argv[2:]))
 """
 
 

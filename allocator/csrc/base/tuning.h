@@ -25,7 +25,7 @@ constexpr std::uint64_t kIdleTold = 4096;
 
 // Pages that are mapped before they are needed (mapper.h).
 
-// Bytes in all; eLLM §5.1 has 50 MB. The same as KVGrowth.ahead of offload/policy/tuning.py.
+// Bytes in all; eLLM §5.1 has 50 MB. The same as AHEAD of offload/policy/kv_pages.py.
 constexpr std::size_t kAheadBytes = 50'000'000;
 // Requests that wait for the background; more are dropped, as what is mapped late is only slower. Chosen.
 constexpr std::size_t kAheadRequests = 4096;

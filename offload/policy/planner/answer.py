@@ -18,14 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
-from ..kv_pages import LayerReads, Way, choose
+from ..kv_pages import LEFT, LayerReads, Way, choose
 from ..plan import Costs, Plan
 from ..rental import threshold
-from ..tuning import DEFAULT, Planning, Tuning
+from ..tuning import DEFAULT, Tuning
 from .memory import Binding, Moment, Needs, Placed, PlanBudget, binding, everything, least, placed
 
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """The changes that are named."""
+
+    changes: int = 3  # that are named. Chosen
+    saved: float = 0.1  # part of a token's time that one has to save where nothing else is wrong. Chosen
+    rounded: int = 256  # tokens that contexts are rounded to: a prediction knows no more. Chosen
+
+
+PLANNING = Planning()
+BITS: Final = (8, 4)  # of an element, with which quantized weights are tried, the mildest first
 Limit = Literal["memory", "host", "link", "compute"]
 
 
@@ -84,7 +96,7 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
     tpot, waits = answer.slowest.tpot, answer.slowest.waits
     if tpot is None:
         return answer
-    limit: Limit = "link" if waits > (tuning.records.hidden - 1) * (tpot - waits) else "compute"
+    limit: Limit = "link" if waits > tuning.prices.hidden * (tpot - waits) else "compute"
     return replace(answer, limit=limit, met=None if budget.slo is None else tpot <= budget.slo)
 
 
@@ -145,7 +157,7 @@ def _read(
     link = tuning.kv_reads.link if budget.page_seconds is None else budget.page_size / budget.page_seconds
     total = sum(moment.kv)
     computes = total * budget.page_size / link if seconds is None else seconds
-    left = max(0, total - away - budget.pages // tuning.kv_reads.left)
+    left = max(0, total - away - budget.pages // LEFT)
     layers = [LayerReads(pages, 0.0, computes / len(moment.kv)) for pages in moment.kv]
     choice = choose(layers, page=budget.page_size, link=link, free=left, rows=rows, tuning=tuning.kv_reads)
     if choice.way is not Way.STREAMED:
@@ -183,7 +195,7 @@ class PlanChange:
 
 
 def nearest(
-    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = DEFAULT.planning
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = PLANNING
 ) -> list[PlanChange]:
     """Returns the nearest changes, the nearest first, at most `tuning.changes`."""
     changes = [*_looser(asked, answer)]
@@ -192,7 +204,7 @@ def nearest(
     return sorted(changes, key=lambda change: (change.factor, change.what))[: tuning.changes]
 
 
-def lifts(before: PlanAnswer, after: PlanAnswer, tuning: Planning = DEFAULT.planning) -> bool:
+def lifts(before: PlanAnswer, after: PlanAnswer, tuning: Planning = PLANNING) -> bool:
     """Does the limit no longer bind?"""
     if not after.fits:
         return False
@@ -264,7 +276,7 @@ def _quantized(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
 ) -> Iterator[PlanChange]:
     """Tries weights of fewer bits: they are loaded on the device, where all of them have to fit."""
-    for bits in tuning.bits:
+    for bits in BITS:
         after = ask(replace(asked, bits=bits))
         if lifts(answer, after, tuning) and not any(model.plan and model.plan.streamed for model in after.models):
             yield PlanChange("weights", bits, 16 / bits, after)

@@ -23,7 +23,6 @@ from itertools import product
 from typing import Final
 
 from ..step_costs import Step, fitted
-from ..tuning import DEFAULT, Planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +165,18 @@ class ForwardWork:
         return replace(self, read=max(0.0, self.read - less))
 
 
-def by_device(work: ForwardWork, device: Hardware, tuning: Planning = DEFAULT.planning) -> float:
+# Parts of what a data sheet says that a model gets: of operations in a large prefill, and of the memory's bytes while
+# decoding. Chosen: what large matrix products and copies have in practice.
+_COMPUTE: Final = 0.6
+_MEMORY: Final = 0.8
+_CALL: Final = 8e-6  # seconds to submit one operator from Python, eagerly: below that no small model gets. Chosen
+
+
+def by_device(work: ForwardWork, device: Hardware) -> float:
     """Returns the seconds of a forward on a device that was not measured: the longest of computing, reading its memory
     and submitting operators one by one (the roofline of Williams et al., 2009, with a floor)."""
     return max(
-        work.flops / (device.flops_of(work.itemsize) * tuning.compute),
-        work.read / (device.bandwidth * tuning.memory),
-        work.calls * tuning.call,
+        work.flops / (device.flops_of(work.itemsize) * _COMPUTE),
+        work.read / (device.bandwidth * _MEMORY),
+        work.calls * _CALL,
     )

@@ -27,14 +27,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
+from typing import Final
 
 from ..coordinator import LinkClient, possible
 from ..giving import Model, candidates, standing
 from ..kv_pages import mark, scarce, worth_telling
-from ..plan import Costs, Fewest, Plan, fewest
+from ..plan import ASSUMED_RATIO, Costs, Fewest, Plan, fewest
 from ..price import Price, until_used
 from ..reclaim_order import Candidate, PageSource, ordered
 from ..tuning import DEFAULT, Tuning, WeightPlans
+
+# Times that an iteration may take longer, or shorter, than was measured when it is asked whether copies hide. Chosen:
+# two processes on two cores.
+_NOISE: Final = 2.0
 
 
 class Phase(Enum):
@@ -174,12 +179,11 @@ def placed(
     ):
         return places  # with the most nothing is lacking, so that nothing hangs on anything
     known = budget.page_seconds is not None and all(model.judging.decode is not None for model in models)
-    noise = tuning.planning.noise
     likely = _followed(models, managed, budget, tuning, rested, least=True) or places
     settled = all(
         _followed(models, managed, budget, tuning, rested, least=least, slower=slower) == likely
         for least in (False, True)
-        for slower in ((1 / noise, noise) if known else (0.0, math.inf))
+        for slower in ((1 / _NOISE, _NOISE) if known else (0.0, math.inf))
     )
     return [replace(place, settled=settled) for place in likely]
 
@@ -227,7 +231,7 @@ def _begun(
         _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
     ]
     if budget.slo is not None:
-        begun = _by_slo(models, begun, budget, tuning.weights.link_parts)
+        begun = _by_slo(models, begun, budget)
     running = [_Running(needs, model, tuning.weights, slower) for needs, model in zip(models, begun, strict=True)]
     return _Run(running, budget, tuning, least)
 
@@ -307,7 +311,7 @@ class _Run:
         now = self._moments(Phase.PROMPT)[-1]
         kept = sum(max(most, self._of(at)) for most, at in zip(self._mapped, now, strict=True))
         total = self._budget.pages
-        free = total - self._held - sum(sum(at.kv) for at in now) - kept - mark(total, self._tuning.pages)
+        free = total - self._held - sum(sum(at.kv) for at in now) - kept - mark(total)
         for state in self.models:
             back = max(0, min(state.away, free))
             state.away, free = state.away - back, free - back
@@ -344,7 +348,7 @@ class _Run:
         total = self._budget.pages
         if scarce(max(0, total - used - self._held), total, self._tuning.pages):
             for model, at in zip(self.models, now, strict=True):
-                if worth_telling(at.movable - model.listed, total, self._tuning.kv_growth):
+                if worth_telling(at.movable - model.listed, total):
                     model.listed = at.movable
 
     @property
@@ -442,7 +446,7 @@ def everything(models: Sequence[Needs]) -> int:
 
 def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tuning: WeightPlans) -> Costs:
     """Returns the costs of an iteration, as the manager has them: assumed where not measured."""
-    pages, ratio = max(1, sum(needs.layers)), float(tuning.assumed_ratio)
+    pages, ratio = max(1, sum(needs.layers)), float(ASSUMED_RATIO)
     if seconds is None:
         seconds = pages * (page_seconds or 1.0) / ratio
     if page_seconds is None:
@@ -494,7 +498,7 @@ def _model(needs: Needs, plan: Plan, budget: PlanBudget, tuning: WeightPlans, *,
     return Model(needs.name, plan, costs, active, slots=tuning.slots)
 
 
-def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudget, parts: int) -> list[Model]:
+def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudget) -> list[Model]:
     """Returns the models streaming as many layers as the SLO allows, where it can be kept and times are known: no more
     may then."""
     if budget.slo is None or budget.page_seconds is None or any(needs.decode is None for needs in models):
@@ -503,9 +507,7 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudge
         needs.beside + model.plan.device_pages + needs.last.pages for needs, model in zip(models, running, strict=True)
     )
     clients = [
-        LinkClient(
-            model.name, model.costs, budget.page_size, budget.slo, max(0, model.plan.device_pages + free), parts=parts
-        )
+        LinkClient(model.name, model.costs, budget.page_size, budget.slo, max(0, model.plan.device_pages + free))
         for model in running
     ]
     shares = possible(clients, budget.page_size / budget.page_seconds)

@@ -13,18 +13,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..tuning import DEFAULT
-from ..tuning import Replicas as Tuning
 from .demand import KVSize, Usage, group_tokens, kv_pages
 from .drops import Pull
 from .groups import Group, Members, Span, check_groups
 from .protocol import Load
+from .tuning import DEFAULT
+from .tuning import ReplicaTuning as Tuning
 
 
 class Heartbeat:
     """The progress of one replica, from `at` on. `full`: seconds that a full batch is predicted to take."""
 
-    def __init__(self, at: float, tuning: Tuning = DEFAULT.replicas, full: float = 0.0) -> None:
+    def __init__(self, at: float, tuning: Tuning = DEFAULT, full: float = 0.0) -> None:
         self._tuning = tuning
         self._full = full
         self._moved = at

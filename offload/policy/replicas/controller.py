@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from ..tuning import DEFAULT
-from ..tuning import Replicas as Tuning
 from .cluster import Cluster
 from .demand import Calm, Growth, KVSize, Usage, is_overloaded, needed_pages, prompt_pages
 from .drops import CostModel, Work, drop_plan, judge, with_growth
@@ -52,6 +50,8 @@ from .protocol import (
     Tick,
 )
 from .requests import RequestBook, RequestEntry
+from .tuning import DEFAULT
+from .tuning import ReplicaTuning as Tuning
 
 
 class Controller:
@@ -63,7 +63,7 @@ class Controller:
         pages: Sequence[int],
         kv: KVSize,
         cost: CostModel,
-        tuning: Tuning = DEFAULT.replicas,
+        tuning: Tuning = DEFAULT,
         page_seconds: float = 0.0,
     ) -> None:
         self._tuning = tuning
@@ -150,7 +150,7 @@ class Controller:
     def _tick(self, at: float) -> None:
         gap = 0.0 if self._ticked is None else at - self._ticked
         self._ticked = at
-        if gap > self._tuning.late:
+        if gap > self._tuning.silent / 2:  # the controller itself stood still
             self._discount_pause(gap)
         self._fence_silent(at)
         self._proposals.expire(at)

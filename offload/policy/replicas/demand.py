@@ -30,9 +30,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..tuning import DEFAULT
-from ..tuning import Replicas as Tuning
 from .groups import Group, slot
+from .tuning import DEFAULT
+from .tuning import ReplicaTuning as Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Usage:
     undropped: int
 
 
-def is_overloaded(usage: Usage, tuning: Tuning = DEFAULT.replicas) -> bool:
+def is_overloaded(usage: Usage, tuning: Tuning = DEFAULT) -> bool:
     """Returns whether memory is full and at least as much is pending as is free."""
     full = usage.used >= tuning.full * (usage.used + usage.free)
     return full and usage.pending > 0 and usage.pending >= usage.free
@@ -101,7 +101,7 @@ def is_overloaded(usage: Usage, tuning: Tuning = DEFAULT.replicas) -> bool:
 class Growth:
     """Extrapolates demand, the used and pending pages. See Note [Growth]."""
 
-    def __init__(self, tuning: Tuning = DEFAULT.replicas) -> None:
+    def __init__(self, tuning: Tuning = DEFAULT) -> None:
         self._tuning = tuning
         self._looks: deque[tuple[float, int]] = deque(maxlen=tuning.looks)
 
@@ -121,7 +121,7 @@ class Growth:
 class Calm:
     """Decides from samples of the load when it has been low for long enough. See Note [Hysteresis]."""
 
-    def __init__(self, tuning: Tuning = DEFAULT.replicas) -> None:
+    def __init__(self, tuning: Tuning = DEFAULT) -> None:
         self._tuning = tuning
         self._since: float | None = None
         self._looks: deque[int] = deque(maxlen=tuning.looks)

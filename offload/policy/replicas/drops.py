@@ -49,11 +49,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
-from ..tuning import DEFAULT
-from ..tuning import Replicas as Tuning
 from .groups import Group, Span, pulled, regroup
+from .tuning import DEFAULT
+from .tuning import ReplicaTuning as Tuning
 
 # Which groups merge
 
@@ -267,10 +267,14 @@ class _Replay:
         self.running = [left for left in self.running if left.new > 0]
 
 
-def drain_seconds(work: Work, cost: CostModel, tuning: Tuning = DEFAULT.replicas) -> float:
+# Rounds after which the end of a queue counts as never: minutes of decoding, a second to predict. Chosen.
+_ROUNDS: Final = 20_000
+
+
+def drain_seconds(work: Work, cost: CostModel, tuning: Tuning = DEFAULT) -> float:
     """Returns the seconds until the last queued prompt is computed; infinity where one never fits. See Note [Gate]."""
     replay = _Replay(work, tuning)
-    for _ in range(tuning.rounds):
+    for _ in range(_ROUNDS):
         replay.admit()
         if not replay.queue and not replay.prefill:
             return replay.now
@@ -292,7 +296,7 @@ class Verdict:
     helps: bool
 
 
-def judge(kept: Iterable[Work], dropped: Work, cost: CostModel, tuning: Tuning = DEFAULT.replicas) -> Verdict:
+def judge(kept: Iterable[Work], dropped: Work, cost: CostModel, tuning: Tuning = DEFAULT) -> Verdict:
     """Compares the present groups (`kept`, weighted by their replicas) with the group into which they would merge. See
     Note [Demand goes on]."""
     parts = list(kept)

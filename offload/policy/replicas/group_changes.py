@@ -25,7 +25,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..tuning import Replicas as Tuning
 from .cluster import ActiveGroup, Cluster, ReplicaState
 from .demand import KVSize
 from .drops import DropPlan, Pull, group_restore, homes, restore_plan
@@ -47,6 +46,7 @@ from .protocol import (
     StartRestore,
 )
 from .requests import RequestBook, RequestEntry
+from .tuning import ReplicaTuning as Tuning
 
 
 class ControllerState:

@@ -65,12 +65,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 
 from ..step_costs import Step, least_squares
-from ..tuning import DEFAULT, Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +205,27 @@ class _Form:
 
 Way = Callable[[Sequence[Sample]], ChunkCost]  # fits a cost to batches
 
+# Batches of a kind that a cost is fitted to at least, of which every `_FOLDS`-th is held out. Chosen: five coefficients
+# need more than five samples when three quarters of three quarters are left.
+_SAMPLES: Final = 16
+_FOLDS: Final = 4
+# A form with more coefficients has to be better by a part of the least error, and of the time if it is exact. Chosen.
+_SIMPLER: Final = 0.02
+_EXACT: Final = 1e-6
+
 _FORMS = tuple(_Form(square, prefix) for square in (False, True) for prefix in (False, True))
 
 
-def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
+def fit(samples: Sequence[Sample]) -> Fit:
     """Returns the cost and its held-out error. ValueError where there are too few batches, or new tokens take no time
     in them. See Note [What is fitted]."""
     decoding, filling = _kinds(samples)
-    if len(filling) < tuning.samples:
-        raise ValueError(f"{len(filling)} batches with prompts are too few to fit a cost: give {tuning.samples}")
-    parts = [_held_out(batches, tuning.folds) for batches in (filling, decoding)]
+    if len(filling) < _SAMPLES:
+        raise ValueError(f"{len(filling)} batches with prompts are too few to fit a cost: give {_SAMPLES}")
+    parts = [_held_out(batches) for batches in (filling, decoding)]
     rest = [other for others, _ in parts for other in others]
-    apart = len(decoding) >= tuning.samples
-    made, trial = (_best(batches, apart, tuning) for batches in (samples, rest))
+    apart = len(decoding) >= _SAMPLES
+    made, trial = (_best(batches, apart) for batches in (samples, rest))
     return Fit(made, statistics.fmean(_error(trial, sample) for _, held in parts for sample in held))
 
 
@@ -230,11 +237,11 @@ def _kinds(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     return kinds
 
 
-def _best(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost:
+def _best(samples: Sequence[Sample], apart: bool) -> ChunkCost:
     """Returns the cost with sequences or without, whichever predicts better. `apart`: decoding batches get a cost of
     their own. ValueError where new tokens take no time."""
-    ways: tuple[Way, ...] = (partial(_by_sequence, apart=apart, tuning=tuning), _packed)
-    cost = min(ways, key=lambda way: _validated(way, samples, tuning.folds))(samples)
+    ways: tuple[Way, ...] = (partial(_by_sequence, apart=apart), _packed)
+    cost = min(ways, key=lambda way: _validated(way, samples))(samples)
     if not cost.within + cost.beta:
         raise ValueError("the batches do not say how long new tokens take: give prompts of several lengths")
     return cost
@@ -252,12 +259,12 @@ def _packed(samples: Sequence[Sample]) -> ChunkCost:
     return ChunkCost.packed(fixed + saved, row, key, pair, saved)
 
 
-def _by_sequence(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost:
+def _by_sequence(samples: Sequence[Sample], apart: bool) -> ChunkCost:
     """Returns the fitted cost of attention that knows the sequences."""
     decoding, filling = _kinds(samples)
-    decode = _chosen(decoding, tuning) if apart else None
+    decode = _chosen(decoding) if apart else None
     rest = [sample for sample in (_without(sample, decode) for sample in filling) if sample.seconds > 0]
-    return replace(_chosen(rest, tuning), decode=decode)
+    return replace(_chosen(rest), decode=decode)
 
 
 def _without(sample: Sample, decode: ChunkCost | None) -> Sample:
@@ -268,20 +275,20 @@ def _without(sample: Sample, decode: ChunkCost | None) -> Sample:
     return Sample(tuple(chunk for chunk in sample.chunks if not is_decode(*chunk)), sample.seconds - known)
 
 
-def _chosen(samples: Sequence[Sample], tuning: Replicas) -> ChunkCost:
+def _chosen(samples: Sequence[Sample]) -> ChunkCost:
     """Returns the cost of the simplest form whose error is close to the least, fitted to all samples."""
     forms = [replace(form, lone=lone) for lone in (False, True)[: 1 + _tells_of_one(samples)] for form in _FORMS]
-    errors = {form: _validated(partial(_fitted, form), samples, tuning.folds) for form in forms}
+    errors = {form: _validated(partial(_fitted, form), samples) for form in forms}
     least = min(errors.values())
-    form = next(candidate for candidate in forms if errors[candidate] <= least * (1 + tuning.simpler) + tuning.exact)
+    form = next(candidate for candidate in forms if errors[candidate] <= least * (1 + _SIMPLER) + _EXACT)
     return _fitted(form, samples)
 
 
-def _validated(way: Way, samples: Sequence[Sample], folds: int) -> float:
+def _validated(way: Way, samples: Sequence[Sample]) -> float:
     """Returns the mean relative error in cross-validation: `way` fits all folds but one, and is tested on that one."""
     errors = []
-    for number in range(folds):
-        rest, held = _held_out(samples, folds, number)
+    for number in range(_FOLDS):
+        rest, held = _held_out(samples, number)
         cost = way(rest)
         errors += [_error(cost, sample) for sample in held]
     return statistics.fmean(errors)
@@ -307,10 +314,10 @@ def _tells_of_one(samples: Sequence[Sample]) -> bool:
     return len({_more(sample.chunks) for sample in samples}) == 2
 
 
-def _held_out(samples: Sequence[Sample], folds: int, number: int = 0) -> tuple[list[Sample], list[Sample]]:
-    """Returns (the other samples, every `folds`-th sample from `number` on)."""
-    rest = [sample for n, sample in enumerate(samples) if n % folds != number]
-    return rest, list(samples[number::folds])
+def _held_out(samples: Sequence[Sample], number: int = 0) -> tuple[list[Sample], list[Sample]]:
+    """Returns (the other samples, every `_FOLDS`-th sample from `number` on)."""
+    rest = [sample for n, sample in enumerate(samples) if n % _FOLDS != number]
+    return rest, list(samples[number::_FOLDS])
 
 
 def _error(cost: ChunkCost, sample: Sample) -> float:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ....allocator.errors import ConfigError
 from ....allocator.units import format_size
-from ..tuning import DEFAULT
-from ..tuning import Replicas as Tuning
+from .tuning import DEFAULT
+from .tuning import ReplicaTuning as Tuning
 
 
 def check_fits(replicas: int, nbytes: int, memory: Sequence[tuple[str, int]]) -> None:
@@ -51,7 +51,7 @@ class _Rank:
 class Replacements:
     """The ranks of one supervisor, all of which start with it. See Note [Backoff]."""
 
-    def __init__(self, ranks: int, tuning: Tuning = DEFAULT.replicas) -> None:
+    def __init__(self, ranks: int, tuning: Tuning = DEFAULT) -> None:
         self._tuning = tuning
         self._ranks = {number: _Rank() for number in range(ranks)}
 

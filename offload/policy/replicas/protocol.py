@@ -23,11 +23,11 @@ from typing import Any, Final, Union
 import msgspec
 from msgspec import Struct
 
-from ..tuning import Replicas as Tuning
 from .demand import KVSize
 from .drops import Pull, Verdict
 from .groups import Group
 from .pipeline import ChunkCost
+from .tuning import ReplicaTuning as Tuning
 
 # Events
 

@@ -164,8 +164,6 @@ def noting(requests: int) -> Callable[[int], None]:
 
 def estimating(what: str) -> Callable[[int, int], None]:
     """Returns what says on stderr, each few seconds, how much of a whole is done and about how long the rest takes."""
-    from ..offload.policy.tuning import DEFAULT
-
     began: float | None = None
     told = 0.0
 
@@ -174,7 +172,7 @@ def estimating(what: str) -> Callable[[int, int], None]:
         now = time.monotonic()
         if began is None:
             began = told = now
-        elif done and now - told >= DEFAULT.serving.told:
+        elif done and now - told >= 5.0:  # chosen
             told = now
             say(f"{what}: {done / whole:.0%}, about {(now - began) * (whole - done) / done:.0f} s left")
 

@@ -60,7 +60,6 @@ def tokens(text: str) -> int:
 
 def _plan(args: argparse.Namespace) -> None:
     from ..hooks.plan.planner import Planner, show
-    from ..offload.policy.tuning import DEFAULT
     from ..offload.timeline import file
 
     if args.curve is not None:
@@ -78,7 +77,7 @@ def _plan(args: argparse.Namespace) -> None:
     )
     facts = planner.facts()
     if args.curve is not None:
-        points = [(size, time) for size, time in planner.curve(DEFAULT.planning.budgets) if time is not None]
+        points = [(size, time) for size, time in planner.curve(40) if time is not None]
         if not points:
             raise ConfigError(
                 "there is no curve to draw, as nobody knows what an iteration takes here: give --gpu, or measure it "

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..allocator.config import parse_size
 from ..allocator.units import format_size
-from ..offload.policy.tuning import DEFAULT
 from . import arguments
 from .arguments import show_rows, tell
 
@@ -150,9 +149,7 @@ def add_top(commands: Any) -> None:
         text for each process and look; with --once what matters of each."""
     parser.add_argument("pid", metavar="PID", nargs="?", type=arguments.whole(1, 2**31 - 1), help="only this process")
     parser.add_argument("--once", action="store_true", help="look once; with --every twice, for rates")
-    parser.add_argument(
-        "--every", metavar="TIME", type=arguments.seconds, help=f"between looks (default: {DEFAULT.watching.period:g}s)"
-    )
+    parser.add_argument("--every", metavar="TIME", type=arguments.seconds, help="between looks (default: 1s)")
     arguments.add_verbose(parser, "empty places and the last decisions")
     arguments.add_json(parser)
 
@@ -161,10 +158,9 @@ def _top(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..hooks.watch import terminal
-    from ..hooks.watch.processes import WatchedProcesses
+    from ..hooks.watch.processes import PERIOD, WatchedProcesses
 
-    tuning = DEFAULT.watching
-    period = args.every or tuning.period
+    period = args.every or PERIOD
     processes = WatchedProcesses(args.pid)
     processes.look()
     console = Console(highlight=False, markup=False)
@@ -175,7 +171,7 @@ def _top(args: argparse.Namespace) -> None:
                 processes.look()
             _show_look(processes, console, args)
         elif not args.json and terminal.usable(console):
-            terminal.Top(processes, console, period, tuning).run()
+            terminal.Top(processes, console, period).run()
         else:
             while not processes.ended:
                 _show_look(processes, console, args)
@@ -204,6 +200,6 @@ def _show_look(processes: WatchedProcesses, console: Console, args: argparse.Nam
         print(as_text(seen, verbose=verbose), flush=True)
     else:
         for shown in seen:
-            console.print(process(shown, fitted(DEFAULT.watching, console.width), verbose=verbose))
+            console.print(process(shown, fitted(console.width), verbose=verbose))
         if not seen:
             console.print(NOBODY)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..hooks.server.anteroom import Anteroom
     from ..hooks.server.application import Address
     from ..offload.policy.replicas.pipeline import ChunkCost
-    from ..offload.policy.tuning import Replicas
+    from ..offload.policy.replicas.tuning import ReplicaTuning
 
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 _OFF: Final = "off"
@@ -53,7 +53,7 @@ def server(args: argparse.Namespace, address: Address, tell: Callable[[str], Non
         from ..hooks.replicas.supervisor import Fleet
     except ModuleNotFoundError as error:
         raise ManageError(f"replicas need {error.name}: pip install 'ballonet[replicas]'") from error
-    from ..offload.policy.tuning import DEFAULT
+    from ..offload.policy.replicas.tuning import ReplicaTuning
 
     has_ray = importlib.util.find_spec("ray") is not None
     if args.ray not in (None, _OFF) and not has_ray:
@@ -61,7 +61,7 @@ def server(args: argparse.Namespace, address: Address, tell: Callable[[str], Non
     on_ray = has_ray and args.ray != _OFF
     devices = 0 if Config.from_env().device == "cpu" else _devices()
     cost, fleet = _cost(args.costs), None
-    tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
+    tuning = ReplicaTuning() if args.silent is None else ReplicaTuning(silent=args.silent)
     tuning = replace(tuning, start_wait=0.0) if on_ray else tuning  # Ray starts lost replicas again at once
     if args.replicas is not None:
         budget = args.budget if args.ray not in (None, _OFF) else _budget_of_each(args, args.replicas, devices)
@@ -91,7 +91,7 @@ def server(args: argparse.Namespace, address: Address, tell: Callable[[str], Non
 
 
 def _on_ray(
-    args: argparse.Namespace, fleet: Fleet | None, devices: int, say: Callable[[str], None], tuning: Replicas
+    args: argparse.Namespace, fleet: Fleet | None, devices: int, say: Callable[[str], None], tuning: ReplicaTuning
 ) -> ServedFleet:
     """Returns the fleet of a Ray, which is started here where no address is given."""
     from ..hooks.replicas.ray_node import RayNode

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from ..offload.policy.reclaim_order import PageSource
-from ..offload.policy.tuning import DEFAULT, ChaosMoves
+from ..offload.policy.tuning import DEFAULT
 from .sources import ReclaimSource
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to for
     "unmapped": ("kept",),
 }
 OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
+# Attempts at each boundary of layers, for weights and for KV, and pages that a source is asked for in a reclaim, at
+# most. Chosen: much in a short test, and a forward still ends.
+MOVES: Final = 2
+PAGES: Final = 32
 
 
 class MovablePages(Protocol):
@@ -63,11 +67,11 @@ P = TypeVar("P", bound=MovablePages)
 class Chaos:
     """A random generator, and counts of the moves made so far. Several threads may act at once."""
 
-    def __init__(self, seed: int, host: bool, peer: bool = False, tuning: ChaosMoves = DEFAULT.chaos) -> None:
+    def __init__(self, seed: int, host: bool, peer: bool = False, seldom: int = DEFAULT.chaos.seldom) -> None:
         """`host`: can host pages be mapped in the place of device pages? `peer`: is there one?"""
         self.seed = seed
         self.chosen = False  # by `testing.manage`, and not by the environment
-        self._tuning = tuning
+        self._seldom = seldom  # boundaries for one at which a source is reclaimed, on average
         self._ways: tuple[Way, ...] = ("device", "unmapped", *(("host", "away", "restored") if host else ()))
         if peer:
             self._ways += OF_A_PEER
@@ -96,7 +100,7 @@ class Chaos:
     def act(self, weights: Sequence[MovablePages], caches: Sequence[KV]) -> None:
         """Moves a few random pages of ranges that this thread has leased; a page that cannot be moved now stays.
         DriverError."""
-        for _ in range(self._tuning.moves):
+        for _ in range(MOVES):
             if (drawn := self._draw(weights, "device")) is not None and drawn[0].move(drawn[1], "device"):
                 self._count("weights")
             for way in self._random.sample(self._ways, len(self._ways)):
@@ -110,8 +114,8 @@ class Chaos:
         however few pages it is asked for, and a layer goes back as a whole or not at all: so a restore is asked for all
         pages that are to spare, else layers would only ever leave. DriverError."""
         sources = [entry for entry in sources if entry.source is not PageSource.DUPLICATES]
-        if sources and self._sources.randrange(self._tuning.seldom) == 0:
-            source, pages = self._sources.choice(sources), self._sources.randint(1, self._tuning.pages)
+        if sources and self._sources.randrange(self._seldom) == 0:
+            source, pages = self._sources.choice(sources), self._sources.randint(1, PAGES)
             verb = self._sources.choice(("reclaim", "reclaim", "restore"))
             moved = source.reclaim(pages) if verb == "reclaim" else source.restore(sys.maxsize)
             with self._lock:

@@ -34,7 +34,7 @@ class PageMoves:
         self._weights = weights_of(managed)
         device = self._weights.device
         manager = managers.of(device)
-        self.chaos = Chaos(seed, device.host_pages, device.peer is not None, manager.tuning.chaos)
+        self.chaos = Chaos(seed, device.host_pages, device.peer is not None, manager.tuning.chaos.seldom)
         self._model: weakref.ref[torch.nn.Module] = managed._model
         self._sources = sources(manager, device, spill=manager.spill)
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]

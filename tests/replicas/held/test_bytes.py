@@ -230,7 +230,7 @@ def test_a_file_that_changes_while_layers_are_dropped(
 @pytest.fixture
 def small_pieces(tuned: Tuned) -> None:
     """A piece is a page."""
-    tuned(replicas={"moved": PAGE})
+    tuned(weights={"moved": PAGE})
 
 
 @pytest.mark.usefixtures("small_pieces")
