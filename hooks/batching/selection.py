@@ -200,8 +200,8 @@ class Selection:
         return worth
 
     def _admitted(self, looked: list[Candidate], active: Mapping[str, Any]) -> Admission:
-        """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
-        where that makes more tokens per second than fewer requests do without."""
+        """Runs Algorithm 1. Takes memory from the model's own layers and from what others use, and puts KV of new
+        requests on the host, only where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
         if self._cache.model.fast and [demand for demand in demands if not demand.decoding]:
             step = Step.of((1, state.current_len() + tokens) for state, tokens in looked)
@@ -219,11 +219,15 @@ class Selection:
             return best
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
         without = [now] if self._lacking(best, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
-        for memory in (*without[1:], *(replace(free, host=0) for free in without)):
-            fewer = admit(demands, memory, self._tuning)
+        choices = [(demands, memory) for memory in (*without[1:], *(replace(free, host=0) for free in without))]
+        if active and now.in_use:
+            begun_alone = [demand for demand in demands if demand.request in active]
+            choices += (demands, replace(now, elsewhere=now.elsewhere - now.in_use)), (begun_alone, now)
+        for some, memory in choices:
+            fewer = admit(some, memory, self._tuning)
             begun = fewer.where.keys() >= best.where.keys() & active.keys()
             if fewer.where and (memory.host or begun):
-                steps = [self._decoding(looked, choice, self._lacking(choice, now, own)) for choice in (fewer, best)]
+                steps = [self._decoding(looked, choice, now, own) for choice in (fewer, best)]
                 best = fewer if self._cache.model.costs.faster(*steps) else best
         return best
 
@@ -246,15 +250,17 @@ class Selection:
         """Bytes that the model's own layers have to give for these. `own`: bytes that they could give."""
         return chosen.kv + chosen.activations + now.reserve - (now.total - own) if own else 0
 
-    def _decoding(self, looked: list[Candidate], chosen: Admission, lacking: int) -> Step:
-        """The later step in which the admitted requests decode. `lacking`: bytes that the model's own layers give."""
+    def _decoding(self, looked: list[Candidate], chosen: Admission, now: Memory, own: int) -> Step:
+        """The later step in which the admitted requests decode. What others use and would lack costs them what reading
+        as much on the host does. `own`: bytes that the model's own layers could give."""
         states = [(state, tokens) for state, tokens in looked if state.request_id in chosen.where]
         away = sum(
             self.demand(state, tokens).kv if chosen.where[state.request_id] == "host" else 0 for state, tokens in states
         )
+        lacking, taken = self._lacking(chosen, now, own), chosen.kv + chosen.activations + now.reserve - now.total
         lent = self._cache.model.lends(max(0, -(-lacking // self._cache.on.page_size)))
         step = Step.of((1, state.current_len() + tokens) for state, tokens in states)
-        away = away // self._cache.on.page_size + self._cache.pages.client.displaced
+        away = (away + max(0, taken + now.in_use)) // self._cache.on.page_size + self._cache.pages.client.displaced
         return replace(step, copied=lent.then if lacking > 0 else lent.copied, away=away)
 
     def _steps(self, admitted: list[Candidate]) -> list[list[Candidate]]:

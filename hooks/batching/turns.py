@@ -13,6 +13,8 @@ from ...offload.manager.turns import LoopWork
 from .cache import ElasticPagedCache
 from .selection import RequestSLOs
 
+_STEPS: Final = 32  # of which the part that computes prompts counts, on average: some second of a loop. Chosen
+
 
 class PlaceInTurns:
     """The place of one loop for as long as it lives. Used by its thread, but for `until`. `wake`: has the loop try soon
@@ -31,6 +33,7 @@ class PlaceInTurns:
         self.seats: Final = self._turns.seats if takes else {}  # of all loops of the device with which it takes turns
         self._came: float | None = None  # since when requests wait that have not begun; None: none does
         self._prompts: dict[str, float] = {}  # when requests came whose prompts are to be computed
+        self._prompting = 0.0  # the part of its last steps that computed prompts
         self._counted = 0, 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need
 
     @property
@@ -62,7 +65,7 @@ class PlaceInTurns:
             self._counted = len(active), len(waiting), begun + kv, begun
         due = self._slos.due(active, waiting.values(), self._seat.could)
         return self._turns.may_step(
-            self._seat, LoopWork(self._counted[2], bool(active), self._came, due, self._counted[3])
+            self._seat, LoopWork(self._counted[2], bool(active), self._came, due, self._counted[3], self._prompting)
         )
 
     def candidates(self, candidates: Sequence[Any], active: Mapping[str, Any], waiting: Mapping[str, Any]) -> list[Any]:
@@ -82,7 +85,9 @@ class PlaceInTurns:
             chosen.append(state)
         prompts = {state.request_id for state in chosen if state.status != RequestStatus.DECODING}
         if prompts and not self._may_prompt(prompts):
-            chosen = [state for state in chosen if state.request_id not in prompts]
+            chosen, prompts = [state for state in chosen if state.request_id not in prompts], set()
+        if chosen:
+            self._prompting += (bool(prompts) - self._prompting) / _STEPS
         return chosen
 
     def _may_prompt(self, prompts: Collection[str]) -> bool:
@@ -92,7 +97,8 @@ class PlaceInTurns:
         return self._turns.may_prompt(self._seat, min(self._prompts.values(), default=None))
 
     def let_prompts_pass(self) -> None:
-        """Notes that none of its prompts could be computed."""
+        """Notes that none of its prompts could be computed: those of others that wait go before them."""
+        self._prompts = {}
         self._turns.may_prompt(self._seat, None)
 
     def rest(self) -> None:

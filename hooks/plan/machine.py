@@ -43,6 +43,7 @@ from ...offload.record.record import Point, Record
 from ..batching.cache import ElasticPagedCache
 from ..batching.pages import SectorClient
 from ..batching.scheduler import ElasticScheduler
+from ..batching.turns import PlaceInTurns
 from ..forward.lease import GroupLease
 from ..managed import Managed, pace_of, residency_of
 from ..profile import Grid
@@ -259,9 +260,16 @@ class VirtualLoop:
     """A generation loop. `answers`: of its requests so far; `looks`: attempts in a row in which no step could run."""
 
     def __init__(
-        self, tenant: Tenant, model: VirtualModel, clock: Clock, batching: dict[str, Any], asks: RequestSLO = NOTHING
+        self,
+        tenant: Tenant,
+        model: VirtualModel,
+        clock: Clock,
+        batching: dict[str, Any],
+        asks: RequestSLO = NOTHING,
+        turns: bool = True,
     ) -> None:
-        """`batching`: arguments of ContinuousBatchingConfig; `asks`: the SLO of each request. Raises as the cache."""
+        """`batching`: arguments of ContinuousBatchingConfig; `asks`: the SLO of each request; `turns`: does it take
+        turns with other loops? Raises as the cache."""
         self.tenant = tenant
         self.model = model
         self.answers: list[Answered] = []
@@ -279,8 +287,11 @@ class VirtualLoop:
         )
         self.processor: Any = self._manager._create_batch_processor()
         self._manager.batch_processor = self.processor
-        if isinstance(self.processor.scheduler, ElasticScheduler):
-            self.processor.scheduler.place.wake = self._wake
+        scheduler = self.processor.scheduler
+        if isinstance(scheduler, ElasticScheduler) and not turns:
+            scheduler.place = PlaceInTurns(scheduler.cache, scheduler.slos, False)
+        if isinstance(scheduler, ElasticScheduler):
+            scheduler.place.wake = self._wake
 
     def _wake(self) -> None:
         if self.owed is None:

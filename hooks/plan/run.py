@@ -21,8 +21,8 @@ Note [Peers]
     has not come yet, and only what is missing is copied. It gets no new requests once another has waited long enough,
     and the other's turn begins when its last one has ended; a request that takes longer is suspended, and its KV
     copied to the host and back. `recompute` and `unlimited` have ballonet's scheduler: without pages on the host, so
-    that requests that are preempted are computed again, and with memory for everything, which is the least that any
-    policy could take.
+    that requests that are preempted are computed again, and each model knows of no other, as with stock's; and with
+    memory for everything, which is the least that any policy could take.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StockPolicy:
 @dataclass(frozen=True, slots=True)
 class ElasticPolicy:
     """ballonet. `changes`: tuning values that differ from the defaults, by part. `budgets`: so many times the memory of
-    the device; `host`: may pages go to the host?"""
+    the device; `host`: may pages go to the host? `turns`: do models take turns, and one prompt after the other?"""
 
     what: str
     batches: Literal["full", "fast"] = "fast"
@@ -84,6 +84,7 @@ class ElasticPolicy:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     budgets: int = 1
     host: bool = True
+    turns: bool = True
 
     @property
     def options(self) -> ManageOptions:
@@ -118,6 +119,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
         interval=None,
         changes={"serving": {"most": 0.0}},
         host=False,
+        turns=False,
     ),
     "unlimited": ElasticPolicy("ballonet, with memory for everything", budgets=8),
     "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
@@ -459,7 +461,7 @@ def _elastic(
             model = VirtualModel.of(tenant, machine)
             handle = managed(model, policy.options, record=tenant.record(here, grid))
             undo.callback(handle.release)
-            loop = VirtualLoop(tenant, model, clock, batching, asks)
+            loop = VirtualLoop(tenant, model, clock, batching, asks, policy.turns)
             undo.callback(loop.close)
             model.step = partial(charges.step, loop, handle)
             loop.link = charges.link

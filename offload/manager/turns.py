@@ -57,13 +57,14 @@ from .reclaim import ReclaimList
 class LoopWork(NamedTuple):
     """What a loop has to do: `kv`, bytes that its requests need; `runs`: has any begun, and not ended? `since`: when
     the oldest that waits came, None where none does; `due`: until when it has to have the device for SLOs; `begun`:
-    bytes of KV of those that have begun."""
+    bytes of KV of those that have begun; `prompts`: the part of its steps that compute prompts."""
 
     kv: int
     runs: bool
     since: float | None
     due: float = math.inf
     begun: int = 0
+    prompts: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -276,12 +277,10 @@ class LoopTurns:
     def _work_of(self, state: ModelState, work: LoopWork, now: float) -> TurnWork:
         """Returns what the model needs. The caller holds the manager's lock."""
         link, page, pages = self._known.link.page_seconds, self._known.device.page_size, state.model.plan.pages
-        costs, _ = state.costs_at(state.last["decode"], link)
-        moving = pages if state.auto else ()
-        kv = -(-work.kv // page)
-        return TurnWork(
-            costs.seconds, sum(moving), max(moving, default=0), kv, state.model.floor, max(0.0, work.due - now)
-        )
+        seconds, prompting = (state.costs_at(state.last[phase], link)[0].seconds for phase in ("decode", "prefill"))
+        moving, kv, slack = pages if state.auto else (), -(-work.kv // page), max(0.0, work.due - now)
+        weights = sum(moving), max(moving, default=0)
+        return TurnWork(seconds, *weights, kv, state.model.floor, slack, prompting, work.prompts)
 
     def _room(self) -> int:
         """Pages that layers which may move and KV have, or could have. The caller holds the manager's lock."""

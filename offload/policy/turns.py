@@ -4,13 +4,15 @@ as a whole (spatial and temporal sharing, Oneiros §5.2)? And whose turn is it? 
 Note [Two plans, one price]
     What either plan loses, as a part of the time, follows from `waits`: what a pass of each model waits for pages for
     which there is no room. A pass of `seconds` hides copies of as many pages as cross the link in it, but for those of
-    the slot: T = max(n T_c, m T_T), with Oneiros' cap (§5.3) where it begins to wait. While models share the device
+    the slot: T = max(n T_c, m T_T), with Oneiros' cap (§5.3) where it begins to wait; one that computes prompts takes
+    longer than one of tokens alone, and hides more. While models share the device
     each of them passes once in a round, and together they lack what all of them need beyond the room. In turns each
     waits for what it lacks alone, and once in a turn for what the others had in its place: only that moves. Another
     plan has to save a part of the time (`WeightPlans.margin`). Where everything fits neither plan loses anything, and
     models share.
 
 Note [How long a turn is]
+    Where turns become the cheaper plan while requests of several models run, these end first, as at the end of a turn.
     While nobody waits a turn goes on, and whoever has work alone has the turn. Models that are present beside the one
     whose turn it is share it, and it ends for them too. Once another has waited for `patience` times what moves at its
     turn, these begin no more requests, and the turn ends with the last that runs. Meanwhile that other one, the next,
@@ -37,7 +39,8 @@ SHARED: Final = 0  # the number of no model
 class TurnWork:
     """What a model with work needs. `seconds`: of a pass with every page present; `weights`: pages that can leave the
     device, and of these the `slot` through which they stream; `kv`: pages for its requests; `floor`: pages that it
-    keeps; `slack`: seconds that SLOs let it wait for the device."""
+    keeps; `slack`: seconds that SLOs let it wait for the device; `prompts`: the part of its passes that compute
+    prompts, and take `prompting` seconds."""
 
     seconds: float
     weights: int
@@ -45,6 +48,13 @@ class TurnWork:
     kv: int
     floor: int = 0
     slack: float = math.inf
+    prompting: float = 0.0
+    prompts: float = 0.0
+
+    @property
+    def usual(self) -> float:
+        """Seconds of a pass, on average."""
+        return self.seconds + self.prompts * (self.prompting - self.seconds)
 
     @property
     def pages(self) -> int:
@@ -87,8 +97,13 @@ def waits(works: Sequence[TurnWork], room: Room) -> float:
     short = sum(work.pages for work in works) - room.pages
     if short <= 0:
         return 0.0
-    hidden = sum(max(0.0, min(work.weights, work.seconds / room.page_seconds) - work.slot) for work in works)
-    return max(0.0, short - hidden) * room.page_seconds
+    prompts = sum(work.prompts for work in works) / len(works)
+    tokens, prompting = (
+        sum(max(0.0, min(work.weights, seconds / room.page_seconds) - work.slot) for work, seconds in passes)
+        for passes in ([(work, work.seconds) for work in works], [(work, work.prompting) for work in works])
+    )
+    late = (1 - prompts) * max(0.0, short - tokens) + prompts * max(0.0, short - prompting)
+    return late * room.page_seconds
 
 
 def moved(works: Sequence[TurnWork], room: Room) -> float:
@@ -106,7 +121,7 @@ def longest(works: Sequence[TurnWork], moves: float, patience: float, bound: flo
 def lost_shared(works: Sequence[TurnWork], room: Room) -> float:
     """The part of the time that is lost while the models share the device."""
     lost = waits(works, room)
-    return lost / (lost + sum(work.seconds for work in works))
+    return lost / (lost + sum(work.usual for work in works))
 
 
 def lost_in_turns(works: Sequence[TurnWork], room: Room, patience: float, bound: float) -> float:
@@ -149,7 +164,10 @@ def next_turn(
         return DeviceTurn(turn.next, now)
     if turn.has not in busy:  # at first who runs, then who has waited longest
         first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
-        return DeviceTurn(first.number, now)
+        run = [it.number for it in waiters if it.runs and it is not first]
+        return (
+            DeviceTurn(run[0], now, first.number, now) if run and turn.has == SHARED else DeviceTurn(first.number, now)
+        )
     if not others:
         return turn if comes else DeviceTurn(turn.has, turn.began)
     first = min(others, key=lambda it: (it.since, it.number))
