@@ -59,6 +59,15 @@ def test_models_share_where_all_fit_or_copies_hide() -> None:
     assert not in_turns([MODEL], ROOM), "alone it has the device in any case"
 
 
+def test_passes_of_prompts_hide_more_so_that_models_with_long_prompts_share() -> None:
+    """A prompt of 2,048 tokens takes 80 ms, in which 4,300 pages cross a fast link; a token's 9 ms hide 440."""
+    room, prompts = replace(FAST, pages=2 * MODEL.pages - 1100), replace(MODEL, prompting=0.08, prompts=0.5)
+    assert in_turns([MODEL, MODEL], room)
+    assert not in_turns([prompts, prompts], room)
+    assert waits([prompts, prompts], room) == pytest.approx(waits([MODEL, MODEL], room) / 2)
+    assert in_turns([prompts, prompts], replace(ROOM, pages=room.pages)), "a slow link hides little of either"
+
+
 def test_strict_slos_and_a_bound_of_nothing_have_models_share() -> None:
     hurried = replace(MODEL, slack=0.1)
     assert lost_in_turns([MODEL, hurried], ROOM, PATIENCE, BOUND) == 1, "a turn lasts as long as what moves"
@@ -197,9 +206,10 @@ class Loop:
     def wake(self) -> None:
         self.woken += 1
 
-    def asks(self, kv: int = 20, *, runs: bool = True, since: float | None = None, due: float = math.inf) -> bool:
-        may = self.turns.may_step(self.seat, LoopWork(kv * PAGE, runs, since, due))
-        return self.told(may)
+    def asks(
+        self, kv: int = 20, *, runs: bool = True, since: float | None = None, due: float = math.inf, begun: int = 0
+    ) -> bool:
+        return self.told(self.turns.may_step(self.seat, LoopWork(kv * PAGE, runs, since, due, begun * PAGE)))
 
     def rests(self) -> None:
         self.told(self.turns.may_step(self.seat, None))
@@ -260,12 +270,13 @@ def test_model_that_is_there_as_a_whole_shares_the_turn_of_another_that_leaves_r
     for loop in (a, b):
         assert loop.asks(kv=1)
         loop.model.step(manager)
+    b.rests()
     clock.now = 1.0
     assert not c.asks(kv=20, runs=False, since=1.0), "some of it is away"
     assert a.asks(kv=1)
     assert b.asks(kv=1)
     clock.now = 2.0
-    assert not b.asks(kv=40), "with so much KV there is no room for both"
+    assert not b.asks(kv=40, begun=40), "with so much KV there is no room for both"
     assert a.asks(kv=1)
     b.rests()
     clock.now = 4.0
@@ -294,6 +305,20 @@ def test_model_that_had_work_of_late_counts_so_that_another_waits_for_the_answer
     clock.now = 60.0
     assert b.asks(kv=1)
     assert c.asks(kv=1), "what rests for long gives its pages"
+
+
+def test_requests_of_several_models_that_run_when_turns_begin_are_answered_and_only_one_model_begins_more() -> None:
+    """Two of 40 pages on 86: there is room for what has begun, and not for all that waits."""
+    manager, _, a, b = two(86)
+    assert a.asks(kv=2, begun=2)
+    assert b.asks(kv=2, begun=2)
+    for _ in range(2):
+        assert a.asks(kv=60, since=0.0, begun=2)
+        assert b.asks(kv=60, since=0.0, begun=2), "it is not suspended between two tokens"
+        assert [manager.turns.admits(loop.seat) for loop in (a, b)] == [True, False]
+    b.rests()
+    assert a.asks(kv=60, begun=40)
+    assert not b.asks(kv=60, runs=False, since=0.0), "now it is the turn of the other"
 
 
 def test_loops_that_take_turns_begin_no_more_requests_than_all_have_room_for() -> None:
@@ -417,7 +442,7 @@ def test_a_burst_is_priced_by_the_one_before_it_until_that_has_faded() -> None:
     for pause, waits_then in ((5.0, True), (100.0, False)):
         _, clock, a, b = two(84)
         assert a.asks(kv=40)
-        assert not b.asks(kv=40, since=0.0)
+        assert not b.asks(kv=40, since=0.0, begun=40)
         a.rests()
         b.rests()
         clock.now += pause

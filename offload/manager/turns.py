@@ -215,6 +215,9 @@ class LoopTurns:
             self._turn = next_turn(now, self._turn, waiters, self._moves, self._patience, self._bound, self._beside)
             if (self._turn.has, self._turn.next) != (before.has, before.next):
                 self._beside = self._sharing(busy)
+            if before.has == SHARED and self._turn.next not in (SHARED, *self._beside):  # no room for what runs
+                self._turn = DeviceTurn(self._turn.next, now)
+                self._beside = self._sharing(busy)
         coming = self._beside.intersection((self._turn.next,))
         self._have = (
             coming.union((self._turn.has,)) if self._apart else frozenset(it.number for it in busy if self._fit)
