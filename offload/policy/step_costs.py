@@ -19,6 +19,7 @@ Note [What memory costs]
     was copied, or read, in a step is assumed: of layers nothing where copies can hide, and where operators are complete
     when they return, so that nothing hides, what the link takes; of KV on the host what the link takes where kernels
     read over it. To learn it by trying is expensive: evicted weights are restored late, and admitted requests stay.
+    What other models use and would lack costs as much as KV on the host: they wait for it, in each of their steps.
 
 Note [What is remembered]
     The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an

@@ -19,10 +19,10 @@ Note [How long a turn is]
     comes as soon as there is room for it, and begins (`beside`): what it lacks is copied while others compute. A turn
     ends in any case after `bound`, divided among those who wait, since when they did, and the bound after it began to
     end: so nobody waits for longer than the bound and what moves in each turn, however many models there are and
-    however long answers. SLOs of requests that wait end it earlier (`due`), but
-    no turn is shorter than what moves at its beginning takes: half of the time at least is work. Next is who has waited
-    longest, or whose SLO it is that ends the turn, unless somebody has waited for the bound. The shorter turns have to
-    be, the more is lost in them: models with strict SLOs share the device.
+    however long answers. SLOs of requests that wait end it earlier (`due`), but no turn is shorter than what moves at
+    its beginning takes: half of the time at least is work. Next is who has waited longest, or whose SLO it is that ends
+    the turn, unless somebody has waited for the bound. The shorter turns have to be, the more is lost in them: models
+    with strict SLOs share the device.
 """
 
 from __future__ import annotations
