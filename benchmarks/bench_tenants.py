@@ -88,7 +88,7 @@ TWO, THREE, LARGE = "8B+8B", "8B+8B+8B", "13B+8B+8B"
 SETTINGS: Final = (
     Setting(TWO, "together", 34, 55, "code", 6.5),
     Setting(TWO, "turns", 24, 55, "code", 5.5),
-    Setting(TWO, "turns", 34, 450, "code", 5.5),
+    Setting(TWO, "turns", 34, 450, "code", 8.5),
     Setting(THREE, "bursts", 48, 55, "code", 1.4),
     Setting(TWO, "bursts", 24, 450, "code", 1.8),
     Setting(TWO, "turns", 34, 25, "chat", 24.0),
