@@ -23,9 +23,11 @@ from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.hooks.batching import patches
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.memory import RequestMemory
 from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.offload.manager.turns import LoopTurns, LoopWork, Seat
+from ballonet.offload.policy.admission import Memory
 from ballonet.offload.policy.step_costs import Parts, RequestSLO, Step, StepCosts
 
 from ..core import PAGE_CALLS, eventually
@@ -238,6 +240,36 @@ def test_batches_are_smaller_where_kv_on_the_host_is_slow(monkeypatch: pytest.Mo
     model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(16, 30)
     expected = stock(model, asked, 8)
     ballonet.install(120 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
+    with ballonet.manage(model, interval=None):
+        for away in (1.0, 0.0, 1.0):  # noqa: B007
+            seen = Batches(monkeypatch)
+            assert answers(model, asked[:1], 8) == expected[:1]  # after which it is known what steps take
+            assert answers(model, asked, 8) == expected
+            largest.append(max(map(len, seen.sizes)))
+    assert largest[1] > max(largest[0], largest[2]), largest
+
+
+@pytest.mark.counts
+def test_requests_begin_with_pages_that_others_use_only_where_those_hardly_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """200 of 320 pages are in use by other models, as far as the scheduler is told."""
+    away, largest, now = 0.0, list[int](), RequestMemory.now
+
+    def known(costs: StepCosts, step: Step, seconds: float) -> None:
+        costs.parts = costs._fitted = Parts(0.01, 1e-4, 0.0, 0.0, away=away)
+        costs._copying = costs._away = True
+
+    def used(memory: RequestMemory, *, plain: bool = False) -> Memory:
+        all_of_it = now(memory, plain=plain)
+        return replace(all_of_it, host=0, in_use=min(all_of_it.elsewhere, 200 * PAGE))
+
+    monkeypatch.setattr(StepCosts, "observe", known)
+    monkeypatch.setattr(RequestMemory, "now", used)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take six pages
+    model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(16, 30)
+    expected = stock(model, asked, 8)
+    install(320)
     with ballonet.manage(model, interval=None):
         for away in (1.0, 0.0, 1.0):  # noqa: B007
             seen = Batches(monkeypatch)
