@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ME = os.getpid()
 SECONDS = 120  # that a message may take: only one that never comes takes them
 PATIENT = """
-from dataclasses import replace
-from ballonet.hooks.watch.processes import DEFAULT, WatchedProcesses
+from ballonet.hooks.watch.processes import WatchedProcesses
 WatchedProcesses.__init__.__kwdefaults__["patience"] = 600.0
 """
 TABLE = "text/html"
