@@ -63,7 +63,7 @@ class TurnLengths:
     # Times what moves at the beginning of a turn, that others wait until the present model begins no more requests: a
     # turn also costs that the last requests run with few beside them. Measured (`bench_tenants`, 500 requests, two
     # models of 8B on 34 GiB): of Azure's 454 kept their SLOs, with 20 times 441; of chat in bursts 322, with 20 times
-    # 278, with 10 times 277.
+    # 278, with 10 times 277 (before what others use had a price).
     patience: float = 40.0
     # Seconds in which the KV that a model needed of late fades by half. Chosen: a burst. Of 120 of
     # Azure's requests 106 kept their SLOs, 66 where only what is needed now counts (before models shared turns).

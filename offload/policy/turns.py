@@ -28,7 +28,7 @@ Note [How long a turn is]
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,13 +97,15 @@ def waits(works: Sequence[TurnWork], room: Room) -> float:
     short = sum(work.pages for work in works) - room.pages
     if short <= 0:
         return 0.0
+
+    def exposed(passes: Iterable[float]) -> float:
+        """Pages that are waited for in passes of so many seconds, one of each model."""
+        copied = (min(work.weights, its / room.page_seconds) for work, its in zip(works, passes, strict=True))
+        return max(0.0, short - sum(max(0.0, pages - work.slot) for work, pages in zip(works, copied, strict=True)))
+
     prompts = sum(work.prompts for work in works) / len(works)
-    tokens, prompting = (
-        sum(max(0.0, min(work.weights, seconds / room.page_seconds) - work.slot) for work, seconds in passes)
-        for passes in ([(work, work.seconds) for work in works], [(work, work.prompting) for work in works])
-    )
-    late = (1 - prompts) * max(0.0, short - tokens) + prompts * max(0.0, short - prompting)
-    return late * room.page_seconds
+    tokens, prompting = exposed(work.seconds for work in works), exposed(work.prompting for work in works)
+    return ((1 - prompts) * tokens + prompts * prompting) * room.page_seconds
 
 
 def moved(works: Sequence[TurnWork], room: Room) -> float:
@@ -165,9 +167,9 @@ def next_turn(
     if turn.has not in busy:  # at first who runs, then who has waited longest
         first = min(waiters, key=lambda it: (turn.has == SHARED and not it.runs, it.since, it.number))
         run = [it.number for it in waiters if it.runs and it is not first]
-        return (
-            DeviceTurn(run[0], now, first.number, now) if run and turn.has == SHARED else DeviceTurn(first.number, now)
-        )
+        if run and turn.has == SHARED:
+            return DeviceTurn(run[0], now, first.number, now)
+        return DeviceTurn(first.number, now)
     if not others:
         return turn if comes else DeviceTurn(turn.has, turn.began)
     first = min(others, key=lambda it: (it.since, it.number))

@@ -226,22 +226,28 @@ def test_batches_are_as_large_as_is_fast(batches: str, monkeypatch: pytest.Monke
     assert (largest < 8 and not mixed) if batches == "fast" else (largest > 11 and mixed)
 
 
-@pytest.mark.counts
-def test_batches_are_smaller_where_kv_on_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has room for a few requests, the host for all."""
-    away, largest = 0.0, list[int]()
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Has loops know what steps take once they have run one. Returns [seconds of a page on the host], to be set."""
+    away = [0.0]
 
     def known(costs: StepCosts, step: Step, seconds: float) -> None:
-        costs.parts = costs._fitted = Parts(0.01, 1e-4, 0.0, 0.0, away=away)
+        costs.parts = costs._fitted = Parts(0.01, 1e-4, 0.0, 0.0, away=away[0])
         costs._copying = costs._away = True
 
     monkeypatch.setattr(StepCosts, "observe", known)
+    return away
+
+
+@pytest.mark.counts
+def test_batches_are_smaller_where_kv_on_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for a few requests, the host for all."""
+    away, largest = known_costs(monkeypatch), list[int]()
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take six pages
     model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(16, 30)
     expected = stock(model, asked, 8)
     ballonet.install(120 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
     with ballonet.manage(model, interval=None):
-        for away in (1.0, 0.0, 1.0):  # noqa: B007
+        for away[0] in (1.0, 0.0, 1.0):
             seen = Batches(monkeypatch)
             assert answers(model, asked[:1], 8) == expected[:1]  # after which it is known what steps take
             assert answers(model, asked, 8) == expected
@@ -254,24 +260,19 @@ def test_requests_begin_with_pages_that_others_use_only_where_those_hardly_wait_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """200 of 320 pages are in use by other models, as far as the scheduler is told."""
-    away, largest, now = 0.0, list[int](), RequestMemory.now
-
-    def known(costs: StepCosts, step: Step, seconds: float) -> None:
-        costs.parts = costs._fitted = Parts(0.01, 1e-4, 0.0, 0.0, away=away)
-        costs._copying = costs._away = True
+    away, largest, now = known_costs(monkeypatch), list[int](), RequestMemory.now
 
     def used(memory: RequestMemory, *, plain: bool = False) -> Memory:
         all_of_it = now(memory, plain=plain)
         return replace(all_of_it, host=0, in_use=min(all_of_it.elsewhere, 200 * PAGE))
 
-    monkeypatch.setattr(StepCosts, "observe", known)
     monkeypatch.setattr(RequestMemory, "now", used)
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take six pages
     model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(16, 30)
     expected = stock(model, asked, 8)
     install(320)
     with ballonet.manage(model, interval=None):
-        for away in (1.0, 0.0, 1.0):  # noqa: B007
+        for away[0] in (1.0, 0.0, 1.0):
             seen = Batches(monkeypatch)
             assert answers(model, asked[:1], 8) == expected[:1]  # after which it is known what steps take
             assert answers(model, asked, 8) == expected
