@@ -118,6 +118,12 @@ def test_preempted_request_goes_on_where_it_is_if_nobody_else_can() -> None:
     assert admit([replace(kept, away=0)], memory).where == {}, "what it has is on the device, and stays there"
 
 
+def test_requests_that_need_no_more_go_on_beside_one_that_lacks_a_page_where_they_may() -> None:
+    grows, runs = Demand("grows", 20, 3, decoding=True), Demand("runs", 0, 3, decoding=True)
+    assert admit([grows, runs], Memory(0, 10)).where == {}
+    assert admit([grows, runs], Memory(0, 10), pass_over=True).where == {"runs": "device"}
+
+
 @pytest.mark.parametrize(
     ("needed", "staging", "host", "can"),
     [(90, 0, 0, True), (91, 90, 91, True), (91, 91, 91, False), (91, 0, 90, False)],

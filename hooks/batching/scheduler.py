@@ -175,6 +175,9 @@ class ElasticScheduler(Scheduler):
             token_budget = int(min(token_budget, self.progress.tokens))
             requests = self.active_requests, waiting
             selected = self.selection.select(candidates, token_budget, self.progress.requests, *requests)
+            if leaving := self.selection.leaving:  # transformers preempts, and selects again
+                self.starved_requests = [one for one in selected.left_out if one[0].request_id in leaving]
+                return [], True, False, 0, 0
             step = self._map_blocks(selected, token_budget, *args)
             if not alone and not any(request.query_length > 1 for request in step[0]):
                 self.place.let_prompts_pass()
@@ -309,6 +312,7 @@ class ElasticScheduler(Scheduler):
         """Ends a request, and records that."""
         if (state := self.active_requests.get(request_id)) is not None:
             self.recorder.ended(state)
+            self.place.note_answer(generated(state))
         self.leave(request_id)
 
     def leave(self, request_id: str) -> None:

@@ -74,6 +74,7 @@ class Selection:
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         self.bound = StepBound(tuning)
         self._turns = ReadingTurns(tuning)
+        self.leaving = frozenset[str]()  # requests that have begun, and give up their pages before there is a batch
         loop_caches, blocks = cache.model.loop_caches, cache.kept
         shared = None if loop_caches is None else loop_caches.store
         self._loader = None if shared is None or blocks is None else PrefixLoader(blocks, shared, cache.renew)
@@ -96,6 +97,7 @@ class Selection:
     def _selected(
         self, candidates: Sequence[Any], budget: int, most: float, active: Mapping[str, Any], waiting: Collection[str]
     ) -> Selected:
+        self.leaving = frozenset()
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
@@ -218,6 +220,7 @@ class Selection:
         if not self._cache.model.fast:
             return best
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
+        now = replace(now, in_use=max(0, now.in_use - own))  # its own layers have a price of their own
         without = [now] if self._lacking(best, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
         choices = [(demands, memory) for memory in (*without[1:], *(replace(free, host=0) for free in without))]
         if active and now.in_use:
@@ -229,7 +232,33 @@ class Selection:
             if fewer.where and (memory.host or begun):
                 steps = [self._decoding(looked, choice, now, own) for choice in (fewer, best)]
                 best = fewer if self._cache.model.costs.faster(*steps) else best
+        if len(active) > 1 and (now.in_use or self._cache.pages.client.displaced):
+            begun_alone = [demand for demand in demands if demand.request in active]
+            best, self.leaving = self._shrunk(looked, best, begun_alone, replace(now, reserve=0), own)
         return best
+
+    def _shrunk(
+        self, looked: list[Candidate], best: Admission, begun: list[Demand], now: Memory, own: int
+    ) -> tuple[Admission, frozenset[str]]:
+        """Returns `best`, or an admission of fewer of those that have `begun`, if that makes more tokens per second
+        than pages that others use, or that are read on the host: those that lack pages wait for a step, or the newest
+        give up theirs. These are named. `now`: without a reserve, which is for those that begin."""
+        faster, leaving, leave = self._cache.model.costs.faster, list[str](), frozenset[str]()
+        pages, page = self._cache.request_pages, self._cache.on.page_size
+        step = self._decoding(looked, best, now, own)
+        while len(begun) > 1:
+            fewer = admit(begun, replace(now, elsewhere=now.elsewhere - now.in_use), self._tuning, pass_over=True)
+            its = self._decoding(looked, fewer, now, own)
+            if fewer.where and faster(its, step):
+                best, step, leave = fewer, its, frozenset(leaving)
+            decoding = [demand for demand in begun if demand.decoding]
+            if all(demand.request in fewer.where for demand in decoding):
+                break
+            begun = [demand for demand in begun if demand is not decoding[-1]]
+            leaving.append(newest := decoding[-1].request)
+            given = pages.count(newest) * page - pages.on_host_bytes(newest)
+            now = replace(now, elsewhere=now.elsewhere + given)
+        return best, leave
 
     def _one(self, demands: list[Demand], active: Mapping[str, Any]) -> Admission:
         """Admits one request, whose step is made as small as it has to be (offload/policy/progress.py): what lost steps
@@ -260,7 +289,8 @@ class Selection:
         lacking, taken = self._lacking(chosen, now, own), chosen.kv + chosen.activations + now.reserve - now.total
         lent = self._cache.model.lends(max(0, -(-lacking // self._cache.on.page_size)))
         step = Step.of((1, state.current_len() + tokens) for state, tokens in states)
-        away = (away + max(0, taken + now.in_use)) // self._cache.on.page_size + self._cache.pages.client.displaced
+        page = self._cache.on.page_size
+        away = (away + max(0, taken + now.in_use + self._cache.pages.client.displaced * page)) // page
         return replace(step, copied=lent.then if lacking > 0 else lent.copied, away=away)
 
     def _steps(self, admitted: list[Candidate]) -> list[list[Candidate]]:

@@ -37,6 +37,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -228,7 +229,8 @@ class PagePreemption(OffloadingManager):
         starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
         evicted = not self._fits(starved) and self.cache.evict_kept(self.scheduler.selection.needed(starved))
         gave = False
-        while starved and active > 1 and not self._fits(starved):
+        leaving = self.scheduler.selection.leaving
+        while starved and active > 1 and (starved[-1][0].request_id in leaving or not self._fits(starved)):
             state, _ = starved.pop()
             active -= 1
             gave = True
@@ -244,6 +246,7 @@ class PagePreemption(OffloadingManager):
                 if request.state.request_id not in self.cache.on_host:
                     self.cache.request_pages.to_device(request.state.request_id)
                 request.state.is_cpu_offloaded = False
+                self.scheduler.next = replace(self.scheduler.next, away=self.cache.pages.client.read_displaced)
 
     def free_request_cpu_cache(self, state: Any) -> None:
         """Does nothing: the blocks are freed like any others."""

@@ -118,8 +118,11 @@ class Admission:
     activations: int
 
 
-def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving) -> Admission:
-    """Admits requests by Algorithm 1: `demands` in the order in which they came. See the notes above."""
+def admit(
+    demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving, pass_over: bool = False
+) -> Admission:
+    """Admits requests by Algorithm 1: `demands` in the order in which they came. `pass_over`: others that decode go on
+    beside one that does not fit. See the notes above."""
     where: dict[str, Where] = {}
     blocked: list[str] = []
     passed: set[str] = set()
@@ -138,7 +141,7 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
             on_host, activations = on_host + new, activations + need.staging + need.activations
         else:
             blocked.append(need.request)
-            if need.decoding or need.passed >= tuning.patience:
+            if (need.decoding and not pass_over) or need.passed >= tuning.patience:
                 break
             continue
         passed.update(blocked)

@@ -15,11 +15,12 @@ Note [A row without sequences]
 Note [What memory costs]
     More requests need more memory. Layers of the model may give it, which are then copied in each step, or the host, on
     which KV is then read. Each of those pages has a part of its own in what a step takes: copies that hide behind the
-    computation cost nothing. So the two are compared by what they did, on this machine. What a page costs before any
-    was copied, or read, in a step is assumed: of layers nothing where copies can hide, and where operators are complete
-    when they return, so that nothing hides, what the link takes; of KV on the host what the link takes where kernels
-    read over it. To learn it by trying is expensive: evicted weights are restored late, and admitted requests stay.
-    What other models use and would lack costs as much as KV on the host: they wait for it, in each of their steps.
+    computation cost nothing. So the two are compared by what they did, on this machine. What a page of layers costs
+    before any was copied in a step is assumed: nothing where copies can hide, and where operators are complete when
+    they return, so that nothing hides, what the link takes. One of KV on the host costs at least what the link takes,
+    where kernels read over it. To learn it by trying is expensive: evicted weights are restored late, and admitted
+    requests stay. What other models use and would lack costs as much as KV on the host: they wait for it, in each of
+    their steps.
 
 Note [What is remembered]
     The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an
@@ -121,10 +122,10 @@ class StepCosts:
     def __init__(
         self, tuning: Serving = DEFAULT.serving, assumed: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
     ) -> None:
-        """`assumed`: seconds of a page of layers, as long as no step has copied any, and of one of KV on the host, as
-        long as no step has read one."""
+        """`assumed`: seconds of a page of layers, as long as no step has copied any, and of one of KV on the host at
+        least."""
         self._assumed = assumed
-        self._copying = self._away = False  # has any step copied pages of layers? has any read KV on the host?
+        self._copying = False  # has any step copied pages of layers?
         # the fitted parts; `fixed` includes the copies of layers that stream now; None: too few steps ran
         self.parts: Parts | None = None
         self._fitted: Parts | None = None
@@ -136,7 +137,7 @@ class StepCosts:
         """Notes what a step took. See Note [What is remembered]."""
         if seconds <= 0 or step.new < 1:
             return
-        self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
+        self._copying = self._copying or step.copied > 0
         self._seen.setdefault(_size(step), deque(maxlen=REMEMBERED)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
@@ -157,6 +158,11 @@ class StepCosts:
             return None
         seen = [sample for group in self._seen.values() for sample in group]
         return statistics.median(abs(parts.seconds(step) / seconds - 1) for step, seconds in seen)
+
+    @property
+    def fixed(self) -> float:
+        """Seconds of a step whatever is in it."""
+        return math.inf if self._fitted is None else self._fitted.fixed
 
     def largest(self, length: float) -> int | None:
         """Returns the largest batch of decoding requests that is fastest, where they hold so many tokens on average;
@@ -194,11 +200,12 @@ class StepCosts:
         return max(0.0, (seconds - parts.seconds(replace(step, copied=0, away=0))) // parts.away)
 
     def _assuming(self, parts: Parts | None) -> Parts | None:
-        """Returns parts, with what is assumed of those of which no step has shown anything."""
-        if parts is None or (self._copying and self._away):
-            return parts
+        """Returns parts, with what is assumed of copies as long as no step has shown any. A page on the host never
+        costs less than is assumed: few steps read any, and most of those few compute prompts."""
+        if parts is None:
+            return None
         copied, away = self._assumed()
-        return replace(parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away)
+        return replace(parts, copied=parts.copied if self._copying else copied, away=max(parts.away, away))
 
 
 def _size(step: Step) -> tuple[int, ...]:

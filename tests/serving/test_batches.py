@@ -26,6 +26,7 @@ from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.memory import RequestMemory
 from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.batching.scheduler import ElasticScheduler
+from ballonet.hooks.batching.steps import PagePreemption
 from ballonet.offload.manager.turns import LoopTurns, LoopWork, Seat
 from ballonet.offload.policy.admission import Memory
 from ballonet.offload.policy.step_costs import Parts, RequestSLO, Step, StepCosts
@@ -232,7 +233,7 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def known(costs: StepCosts, step: Step, seconds: float) -> None:
         costs.parts = costs._fitted = Parts(0.01, 1e-4, 0.0, 0.0, away=away[0])
-        costs._copying = costs._away = True
+        costs._copying = True
 
     monkeypatch.setattr(StepCosts, "observe", known)
     return away
@@ -278,6 +279,32 @@ def test_requests_begin_with_pages_that_others_use_only_where_those_hardly_wait_
             assert answers(model, asked, 8) == expected
             largest.append(max(map(len, seen.sizes)))
     assert largest[1] > max(largest[0], largest[2]), largest
+
+
+@pytest.mark.counts
+def test_requests_that_run_give_up_their_pages_before_they_take_those_that_others_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once four requests run, others use all pages that are free, as far as the scheduler is told."""
+    away, preempted, now = known_costs(monkeypatch), list[int](), RequestMemory.now
+
+    def used(memory: RequestMemory, *, plain: bool = False) -> Memory:
+        all_of_it, running = now(memory, plain=plain), memory._cache.user().active_requests
+        return replace(all_of_it, host=0, in_use=all_of_it.total if len(running) > 3 else 0)
+
+    monkeypatch.setattr(RequestMemory, "now", used)
+    preempt = PagePreemption._preempt
+    monkeypatch.setattr(PagePreemption, "_preempt", lambda self, state: (preempted.append(1), preempt(self, state)))
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take six pages
+    model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(4, 30)
+    expected = stock(model, asked, 40)
+    install(320)
+    with ballonet.manage(model, interval=None):
+        for away[0], gives in ((0.0, False), (1.0, True)):
+            assert answers(model, asked[:1], 40) == expected[:1]  # after which it is known what steps take
+            preempted.clear()
+            assert answers(model, asked, 40) == expected
+            assert bool(preempted) == gives
 
 
 def test_requests_wait_for_what_others_are_promised(
