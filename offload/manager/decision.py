@@ -5,7 +5,7 @@ Which intervals the models of one link get together (Select-N §4.5) is the ledg
 
 Note [Whose pages]
     A model that takes weights back counts with the free pages, but for those that the next tokens need, and with what
-    idle models have in the reclaim list: the core takes that when the free ones are not enough.
+    idle models have in the reclaim list, layers and KV: the core takes that when the free ones are not enough.
 
 Note [Together]
     On a link one model may have to give up device pages so that another can stream less. So what is best for all
@@ -82,10 +82,10 @@ class Lendable:
 @dataclass(slots=True)
 class Situation:
     """`states`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark`
-    are for the next tokens; `offered`: pages in the reclaim list by state number; `bandwidth`: of the link, and others'
-    `traffic` on it, bytes per second; `settled`: the shares of the link's models, None once anything has changed;
-    `floors`: device pages that the weights of a model keep for its floor, by state number; `peer_seconds`: to copy a
-    page to the peer, None where it is not known or has no free page."""
+    are for the next tokens; `offered`: pages in the reclaim list by number of the client; `bandwidth`: of the link, and
+    others' `traffic` on it, bytes per second; `settled`: the shares of the link's models, None once anything has
+    changed; `floors`: device pages that the weights of a model keep for its floor, by state number; `peer_seconds`: to
+    copy a page to the peer, None where it is not known or has no free page."""
 
     states: Sequence[ModelState]
     active: frozenset[int]
@@ -141,8 +141,8 @@ class Situation:
 
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""
-        idle = (other.number for other in self.states if other is not state and other.number not in self.active)
-        return self.spare + sum(self.offered.get(number, 0) for number in idle)
+        idle = self.offered.keys() - self.active - {state.number}
+        return self.spare + sum(self.offered[number] for number in idle)
 
     def model(self, state: ModelState) -> Model:
         """The model as giving.py takes it."""
