@@ -285,8 +285,14 @@ def test_requests_begin_with_pages_that_others_use_only_where_those_hardly_wait_
 def test_requests_that_run_give_up_their_pages_before_they_take_those_that_others_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once four requests run, others use all pages that are free, as far as the scheduler is told."""
+    """Once four requests run, others use all pages that are free, as far as the scheduler is told. Steps are costed by
+    what they read on the host once requests that had given up theirs are back."""
     away, preempted, now = known_costs(monkeypatch), list[int](), RequestMemory.now
+    step, reads = continuous_api.ContinuousBatchProcessor._generation_step, list[tuple[int, int]]()
+
+    def watched(processor: Any, model: Any) -> None:
+        reads.append((processor.scheduler.next.away, processor.cache.pages.client.read_displaced))
+        step(processor, model)
 
     def used(memory: RequestMemory, *, plain: bool = False) -> Memory:
         all_of_it, running = now(memory, plain=plain), memory._cache.user().active_requests
@@ -298,6 +304,7 @@ def test_requests_that_run_give_up_their_pages_before_they_take_those_that_other
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take six pages
     model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(4, 30)
     expected = stock(model, asked, 40)
+    monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "_generation_step", watched)
     install(320)
     with ballonet.manage(model, interval=None):
         for away[0], gives in ((0.0, False), (1.0, True)):
@@ -305,6 +312,7 @@ def test_requests_that_run_give_up_their_pages_before_they_take_those_that_other
             preempted.clear()
             assert answers(model, asked, 40) == expected
             assert bool(preempted) == gives
+            assert all(told == read for told, read in reads)
 
 
 def test_requests_wait_for_what_others_are_promised(
