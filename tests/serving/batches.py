@@ -118,9 +118,9 @@ def kv_to_the_host() -> Iterator[None]:
     """Whoever is admitted has new KV on the host while that has room, as where the device has none."""
     stock = selection.admit
 
-    def admitted(demands: Iterable[Demand], memory: Memory, *args: Any) -> Admission:
+    def admitted(demands: Iterable[Demand], memory: Memory, *args: Any, **options: Any) -> Admission:
         demands, left = list(demands), memory.host // 2
-        admission = stock(demands, memory, *args)
+        admission = stock(demands, memory, *args, **options)
         where = dict(admission.where)
         for demand in demands:
             if demand.request in where and demand.kv <= left:

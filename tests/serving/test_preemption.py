@@ -29,7 +29,7 @@ class Preemption(PagePreemption):
             active_requests={"oldest": 0, "newest": 0},
             block_new_requests=False,
             memory=SimpleNamespace(now=lambda: SimpleNamespace(usable=0)),
-            selection=SimpleNamespace(needed=len),
+            selection=SimpleNamespace(leaving=frozenset(), needed=len),
         )
         cache.pool = SimpleNamespace(try_to_free_sectors=lambda: None)
         cache.evict_kept = lambda nbytes: False
