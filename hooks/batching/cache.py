@@ -113,9 +113,12 @@ class ElasticPagedCache(PagedAttentionCache):
             allocator.tokens_per_page * allocator.num_blocks for allocator in self.cache_allocators.values()
         )
 
-    def bytes_of(self, tokens: int) -> int:
-        """Bytes of KV that a request of so many tokens has at its end."""
-        sectors = sum(allocator.needs_new_sectors("", 0, tokens) for allocator in self.cache_allocators.values())
+    def bytes_of(self, *tokens: int) -> int:
+        """Bytes of KV that requests of so many tokens have, whichever blocks are free."""
+        sectors = 0
+        for allocator in self.cache_allocators.values():
+            blocks = sum(allocator.needs_new_blocks("", 0, count) for count in tokens)
+            sectors += -(-blocks // allocator.blocks_per_sector)
         return sectors * self.bytes_per_sector
 
     def bytes_needed(self, state: Any, tokens: int) -> int:

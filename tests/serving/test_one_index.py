@@ -337,6 +337,24 @@ def test_blocks_stay_for_the_limit_while_their_pages_do_not_count() -> None:
         del cache
 
 
+def test_kv_of_requests_is_counted_whichever_blocks_are_free() -> None:
+    """Blocks that an ended request has left are no fewer bytes for the next, nor a reason not to refuse one that is
+    too large."""
+    model = build("llama", num_hidden_layers=8)
+    install(256)
+    with ballonet.manage(model, prefix_cache=True):
+        say(model, "batch", HOT)
+        cache = kept_by(model)
+        sector, blocks = cache.bytes_per_sector, max(it.blocks_per_sector for it in cache.cache_allocators.values())
+        assert cache.can_store_request_tokens(RequestState("ended", [9] * 20), 20)
+        for allocator in cache.cache_allocators.values():
+            allocator.free_blocks("ended", no_cache=True)
+        assert cache.pool.count_free_blocks(0) > 0, "until the next step"
+        assert cache.bytes_of(BLOCK) == sector
+        assert cache.bytes_of(*[BLOCK] * (blocks + 1)) == 2 * sector, "requests share a sector"
+        del cache
+
+
 def test_blocks_worth_least_leave_for_requests(tuned: Tuned) -> None:
     """Blocks of a prompt that returns stay longer than those of one that came last; sequences are not the loop's to
     drop."""
