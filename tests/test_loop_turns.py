@@ -26,6 +26,7 @@ from ballonet.offload.policy.turns import (
     lost_shared,
     moved,
     next_turn,
+    queued,
     waits,
 )
 
@@ -66,6 +67,20 @@ def test_passes_of_prompts_hide_more_so_that_models_with_long_prompts_share() ->
     assert not in_turns([prompts, prompts], room)
     assert waits([prompts, prompts], room) == pytest.approx(waits([MODEL, MODEL], room) / 2)
     assert in_turns([prompts, prompts], replace(ROOM, pages=room.pages)), "a slow link hides little of either"
+
+
+def test_models_share_while_requests_may_wait_for_others_to_end_and_few_have_to() -> None:
+    """There is room for all weights and three quarters of the KV, and a pass hides 8 pages: a quarter more passes of 9
+    ms, in a round of 89."""
+    room = replace(ROOM, pages=2 * MODEL.weights + 300)
+    known = replace(MODEL, prompting=0.08, prompts=0.5, fixed=9e-3)
+    assert queued([known, known], room) == pytest.approx(0.0047, abs=1e-4)
+    assert lost_shared([known, known], room) == pytest.approx(0.05, abs=0.01)
+    assert in_turns([MODEL, MODEL], room), "what a step takes whatever is in it is not known"
+    assert not in_turns([known, known], room)
+    many = replace(known, kv=2000)
+    assert in_turns([many, many], room), "most of them would have to wait"
+    assert queued([known, known], ROOM) == math.inf, "weights alone are more than there is room for"
 
 
 def test_strict_slos_and_a_bound_of_nothing_have_models_share() -> None:
@@ -128,7 +143,7 @@ def test_a_turn_goes_on_while_nobody_waits_and_ends_when_its_work_does() -> None
 
 
 def test_loop_that_waits_long_has_the_other_end_what_runs_and_then_suspends_it() -> None:
-    works = [Waiter(1, True, 0.0), Waiter(2, False, 1.0)]
+    works = [Waiter(1, True, 0.0, waits=1), Waiter(2, False, 1.0, waits=1)]
 
     def at(now: float, *, runs: bool = True) -> DeviceTurn:
         waiters = [replace(works[0], runs=runs), works[1]]
@@ -138,6 +153,30 @@ def test_loop_that_waits_long_has_the_other_end_what_runs_and_then_suspends_it()
     assert at(3.1) == DeviceTurn(1, 0.0, next=2, ends=3.1)
     assert at(3.1, runs=False) == DeviceTurn(2, 3.1)
     assert at(4.1) == DeviceTurn(2, 4.1)
+
+
+def test_a_turn_ends_once_none_of_its_requests_waits_but_not_before_what_moved_has_paid() -> None:
+    begun, ends = DeviceTurn(1, 0.0), DeviceTurn(1, 0.0, next=2, ends=0.41)
+
+    def at(now: float, turn: DeviceTurn, waits: int = 0) -> DeviceTurn:
+        waiters = [Waiter(1, 1, 0.0, waits=waits), Waiter(2, 0, 0.0, waits=1)]
+        return next_turn(now, turn, waiters, 0.1, PATIENCE, BOUND)
+
+    assert at(0.39, begun) == at(0.41, begun, waits=1) == begun
+    assert at(0.41, begun) == ends
+    assert at(0.5, ends, waits=1) == ends, "another came meanwhile, and waits"
+
+
+def test_the_last_few_are_suspended_where_many_wait_for_long_answers() -> None:
+    ends = DeviceTurn(1, 0.0, next=2, ends=1.0)
+
+    def has(runs: int, waits: int, answer: float) -> int:
+        waiters = [Waiter(1, runs, 0.0, answer=answer), Waiter(2, 0, 0.5, waits=waits)]
+        return next_turn(1.1, ends, waiters, 0.1, PATIENCE, BOUND).has
+
+    assert has(3, 13, 0.8) == 2
+    assert has(4, 13, 0.8) == 1, "four for each have to wait"
+    assert has(3, 13, 0.05) == 1, "they end before their pages would have left"
 
 
 def test_the_next_model_begins_while_the_last_answers_end_and_has_the_turn_after_them() -> None:
@@ -207,9 +246,18 @@ class Loop:
         self.woken += 1
 
     def asks(
-        self, kv: int = 20, *, runs: bool = True, since: float | None = None, due: float = math.inf, begun: int = 0
+        self,
+        kv: int = 20,
+        *,
+        runs: bool | None = None,
+        since: float | None = None,
+        due: float = math.inf,
+        begun: int = 0,
     ) -> bool:
-        return self.told(self.turns.may_step(self.seat, LoopWork(kv * PAGE, runs, since, due, begun * PAGE)))
+        """Returns whether it may compute. `runs`: whether a request has begun, as a rule if none waits."""
+        run = since is None if runs is None else runs
+        work = LoopWork(kv * PAGE, int(run), since, due, begun * PAGE, waits=int(since is not None))
+        return self.told(self.turns.may_step(self.seat, work))
 
     def rests(self) -> None:
         self.told(self.turns.may_step(self.seat, None))
@@ -233,14 +281,14 @@ def test_a_model_that_waits_for_its_turn_is_idle_and_gets_what_it_lacks_when_it_
     a.model.step(manager)
     clock.now = 1.0
     assert not b.asks(runs=False, since=1.0)
-    assert a.asks()
+    assert a.asks(runs=True, since=0.0, begun=20)
     assert manager.reclaim.candidates()[0].client == 2, "what waits gives first"
     clock.now = 3.9
-    assert a.asks()
+    assert a.asks(runs=True, since=0.0, begun=20)
     assert not b.asks(runs=False, since=1.0)
     streamed, woken = len(b.model.plan.streamed), b.woken
     clock.now = 4.0
-    assert not a.asks(), "though it still runs"
+    assert not a.asks(runs=True, since=0.0, begun=20), "though it still runs"
     assert b.woken == woken + 1
     assert b.asks(runs=False, since=1.0)
     b.model.step(manager)
@@ -276,8 +324,10 @@ def test_model_that_is_there_as_a_whole_shares_the_turn_of_another_that_leaves_r
     assert a.asks(kv=1)
     assert b.asks(kv=1)
     clock.now = 2.0
-    assert not b.asks(kv=40, begun=40), "with so much KV there is no room for both"
+    assert b.asks(kv=40, begun=40), "nothing that runs is suspended for want of room"
     assert a.asks(kv=1)
+    b.rests()
+    assert not b.asks(kv=40, since=2.0), "with so much KV there is no room for both"
     b.rests()
     clock.now = 4.0
     a.rests()
@@ -313,8 +363,8 @@ def test_requests_of_several_models_that_run_when_turns_begin_are_answered_and_o
     assert a.asks(kv=2, begun=2)
     assert b.asks(kv=2, begun=2)
     for _ in range(2):
-        assert a.asks(kv=60, since=0.0, begun=2)
-        assert b.asks(kv=60, since=0.0, begun=2), "it is not suspended between two tokens"
+        assert a.asks(kv=60, runs=True, since=0.0, begun=2)
+        assert b.asks(kv=60, runs=True, since=0.0, begun=2), "it is not suspended between two tokens"
         assert [manager.turns.admits(loop.seat) for loop in (a, b)] == [True, False]
     b.rests()
     assert a.asks(kv=60, begun=40)
@@ -327,9 +377,9 @@ def test_loops_that_take_turns_begin_no_more_requests_than_all_have_room_for() -
     assert a.asks()
     a.model.step(manager)
     assert not b.asks(runs=False, since=0.0)
-    assert manager.turns.room(a.seat) == 19 * PAGE, "beside its weights, and a page for the next tokens"
+    assert manager.turns.room(a.seat) == 34 * PAGE, "beside 25 of its weights, as 15 hide, and one for tokens"
     b.told(manager.turns.may_step(b.seat, LoopWork(20 * PAGE, True, None, begun=7 * PAGE)))
-    assert manager.turns.room(a.seat) == 12 * PAGE, "what the other one's have would have to be moved"
+    assert manager.turns.room(a.seat) == 27 * PAGE, "what the other one's have would have to be moved"
 
 
 def test_kv_comes_back_at_once_when_the_turn_of_its_model_begins() -> None:
@@ -340,18 +390,35 @@ def test_kv_comes_back_at_once_when_the_turn_of_its_model_begins() -> None:
     cache.step(8)
     b.model.wanted = clock.now
     clock.now = 1.0
-    assert a.asks(kv=40)
+    assert not a.asks(kv=40, since=1.0)
+    clock.now = 1.0 + BOUND
+    assert not b.asks(kv=8)
+    assert a.asks(kv=40, since=1.0)
     a.model.step(manager)
     for index in range(4):
         cache.take(index)
-    clock.now = 2.0
-    assert not b.asks(kv=8)
     a.rests()
     a.model.wanted = clock.now
     assert b.asks(kv=8)
     b.model.step(manager)
     cache.step()
     assert not cache.away, "though nothing has waited for it yet"
+
+
+def test_kv_of_a_model_that_waits_makes_room_for_the_layers_of_the_one_whose_turn_it_is() -> None:
+    plan = {"plan": fewest(EQUAL, 10, Fraction(2))}
+    device, manager, clock, models = a_manager(64, plan, plan, turn=BOUND)
+    a, b = (Loop(manager.turns, model) for model in models)
+    assert a.asks(kv=40)
+    cache = FakeCache(device, manager, clock, model=a.model)
+    cache.step(40)
+    clock.now = 1.0
+    assert not b.asks(kv=4, runs=False, since=1.0)
+    clock.now = 4.0
+    assert not a.asks(kv=40)
+    assert b.asks(kv=4, runs=False, since=1.0)
+    b.model.step(manager)
+    assert not b.model.plan.streamed
 
 
 def test_the_next_model_comes_as_a_whole_while_answers_of_the_last_end_and_only_it_begins() -> None:
@@ -456,4 +523,7 @@ def test_until_the_link_is_measured_models_share() -> None:
     assert a.asks()
     assert b.asks()
     manager.link.bandwidth = LINK
-    assert {a.asks(), b.asks()} == {True, False}, "though nobody's work is another"
+    assert a.asks()
+    assert b.asks(), "what runs is answered"
+    b.rests()
+    assert not b.asks(since=0.0), "though nobody's work is another"

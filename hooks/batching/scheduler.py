@@ -312,6 +312,7 @@ class ElasticScheduler(Scheduler):
         """Ends a request, and records that."""
         if (state := self.active_requests.get(request_id)) is not None:
             self.recorder.ended(state)
+            self.place.note_answer(generated(state))
         self.leave(request_id)
 
     def leave(self, request_id: str) -> None:

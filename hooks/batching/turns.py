@@ -34,6 +34,8 @@ class PlaceInTurns:
         self._came: float | None = None  # since when requests wait that have not begun; None: none does
         self._prompts: dict[str, float] = {}  # when requests came whose prompts are to be computed
         self._prompting = 0.0  # the part of its last steps that computed prompts
+        self._ended = 0  # answers, up to as many as count
+        self._answer = 0.0  # tokens of its last answers, on average; before any has ended the most that they may have
         self._counted = 0, 0, 0, 0  # requests that have begun, those that wait, and bytes of KV that all of them need
 
     @property
@@ -59,14 +61,26 @@ class PlaceInTurns:
             self._came = self._clock()
         if (len(active), len(waiting)) != self._counted[:2]:
             begun, kv = (
-                sum(self._cache.bytes_of(max(state.current_len(), len(state.initial_tokens))) for state in some)
+                self._cache.bytes_of(*(max(state.current_len(), len(state.initial_tokens)) for state in some))
                 for some in (active.values(), waiting.values())
             )
             self._counted = len(active), len(waiting), begun + kv, begun
+            if not self._ended:
+                most = [state.max_new_tokens or 0 for some in (active, waiting) for state in some.values()]
+                self._answer = sum(most) / max(1, len(most))
         due = self._slos.due(active, waiting.values(), self._seat.could)
-        return self._turns.may_step(
-            self._seat, LoopWork(self._counted[2], bool(active), self._came, due, self._counted[3], self._prompting)
+        work = LoopWork(
+            kv=self._counted[2],
+            runs=len(active),
+            since=self._came,
+            due=due,
+            begun=self._counted[3],
+            waits=len(waiting),
+            prompts=self._prompting,
+            fixed=self._cache.model.costs.fixed,
+            answer=self._answer,
         )
+        return self._turns.may_step(self._seat, work)
 
     def candidates(self, candidates: Sequence[Any], active: Mapping[str, Any], waiting: Mapping[str, Any]) -> list[Any]:
         """Returns those of the candidates that the next step may be of, where `active` requests have begun, and
@@ -95,6 +109,11 @@ class PlaceInTurns:
         known, now = self._prompts, self._clock()
         self._prompts = {name: known.get(name, now) for name in prompts}
         return self._turns.may_prompt(self._seat, min(self._prompts.values(), default=None))
+
+    def note_answer(self, tokens: int) -> None:
+        """Notes that an answer of so many tokens has ended."""
+        self._ended = min(self._ended + 1, _STEPS)
+        self._answer += (tokens - self._answer) / self._ended
 
     def let_prompts_pass(self) -> None:
         """Notes that none of its prompts could be computed: those of others that wait go before them."""

@@ -25,8 +25,9 @@ Note [Bursts]
 
 Note [How many begin]
     What requests have that have begun is moved in each turn. So in turns no more begin than have room together, those
-    of all models, beside the weights of the model whose turn it is (`LoopTurns.room`). Without that limit 200 requests
-    of two models waited half of the time for their KV.
+    of all models, beside those weights of the models that compute of which copies do not hide (`LoopTurns.room`).
+    Without that limit 200 requests of two models waited half of the time for their KV. What has begun goes on until a
+    turn ends, although its KV grows: else each request that runs would have a gap.
 
 Note [One prompt after the other]
     Each step of a prompt is a gap for whoever decodes on the device. Where several loops computed prompts at once their
@@ -55,16 +56,20 @@ from .reclaim import ReclaimList
 
 
 class LoopWork(NamedTuple):
-    """What a loop has to do: `kv`, bytes that its requests need; `runs`: has any begun, and not ended? `since`: when
-    the oldest that waits came, None where none does; `due`: until when it has to have the device for SLOs; `begun`:
-    bytes of KV of those that have begun; `prompts`: the part of its steps that compute prompts."""
+    """What a loop has to do: `kv`, bytes that its requests need; `runs`: how many have begun, and not ended; `since`:
+    when the oldest that waits came, None where none does; `due`: until when it has to have the device for SLOs;
+    `begun`: bytes of KV of those that have begun; `waits`: how many have not; `prompts`: the part of its steps that
+    compute prompts; `fixed`, `answer`: as in `TurnWork`."""
 
     kv: int
-    runs: bool
+    runs: int
     since: float | None
     due: float = math.inf
     begun: int = 0
+    waits: int = 0
     prompts: float = 0.0
+    fixed: float = math.inf
+    answer: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +123,7 @@ class LoopTurns:
         self._have = frozenset[int]()  # models whose plan has all of their pages on the device
         self._fit = False  # is there room for all pages of those that have work, or had some of late?
         self._works: dict[int, TurnWork] = {}  # of each that has work, or had some of late
-        self._pages = 0  # for layers and KV
+        self._room = Room(0, math.inf)  # for layers and KV
 
     def seat(self, user: object, client: Callable[[], ModelClient | None], wake: Callable[[], object]) -> Seat:
         """Makes the place of a loop, whose scheduler is `user`. It takes no turns until it joins."""
@@ -139,10 +144,10 @@ class LoopTurns:
         with self._lock:
             if not self._apart or seat.number not in self._works:
                 return math.inf
-            present = {self._turn.has, *self._beside}
-            weights = sum(self._works[number].weights for number in present if number in self._works)
+            works = [self._works[number] for number in (self._turn.has, *self._beside) if number in self._works]
+            layers = sum(work.least(self._room.page_seconds) for work in works)
             others = sum(it.work.begun for it in self.seats.values() if it is not seat and it.work is not None)
-            return (self._pages - weights) * self._known.device.page_size - others
+            return (self._room.pages - layers) * self._known.device.page_size - others
 
     def may_step(self, seat: Seat, work: LoopWork | None) -> bool:
         """Notes what a loop has to do, None for nothing. Returns whether it may compute now."""
@@ -201,8 +206,8 @@ class LoopTurns:
         busy = {seat: seat.work for seat in self.seats.values() if seat.work is not None}
         for seat in busy:
             seat.could = now if seat.until is None else seat.could
-        works = ((seat.number, work.runs, work.since is None, work.kv.bit_length()) for seat, work in busy.items())
-        late = {seat: LoopWork(0, False, None) for seat in self.seats.values() if now - seat.could < self._fades}
+        works = ((seat.number, work.runs > 0, work.since is None, work.kv.bit_length()) for seat, work in busy.items())
+        late = {seat: LoopWork(0, 0, None) for seat in self.seats.values() if now - seat.could < self._fades}
         key = self._known.link.page_seconds, len(late), *works
         if key != self._priced:
             self._priced = key
@@ -210,14 +215,11 @@ class LoopTurns:
         if not self._apart:
             self._turn, self._beside = DeviceTurn(), frozenset()
         elif busy:
-            waiters = [Waiter(seat.number, work.runs, seat.since(work), work.due) for seat, work in busy.items()]
-            self._beside, before = self._sharing(busy), self._turn
+            waiters = [self._waiter(seat, work) for seat, work in busy.items()]
+            self._beside, before = self._sharing(busy, True), self._turn
             self._turn = next_turn(now, self._turn, waiters, self._moves, self._patience, self._bound, self._beside)
             if (self._turn.has, self._turn.next) != (before.has, before.next):
-                self._beside = self._sharing(busy)
-            if before.has == SHARED and self._turn.next not in (SHARED, *self._beside):  # no room for what runs
-                self._turn = DeviceTurn(self._turn.next, now)
-                self._beside = self._sharing(busy)
+                self._beside = self._sharing(busy, before.has in (SHARED, self._turn.has))
         coming = self._beside.intersection((self._turn.next,))
         self._have = (
             coming.union((self._turn.has,)) if self._apart else frozenset(it.number for it in busy if self._fit)
@@ -226,19 +228,24 @@ class LoopTurns:
             waits = seat in busy and self._turn.has not in (SHARED, seat.number) and seat.number not in self._beside
             seat.until = now if waits else None
 
-    def _sharing(self, busy: Mapping[Seat, LoopWork]) -> frozenset[int]:
+    def _waiter(self, seat: Seat, work: LoopWork) -> Waiter:
+        answer = 0.0 if (works := self._works.get(seat.number)) is None else works.answer * works.seconds
+        return Waiter(seat.number, work.runs, seat.since(work), work.due, work.waits, answer)
+
+    def _sharing(self, busy: Mapping[Seat, LoopWork], go_on: bool) -> frozenset[int]:
         """The models with work that share the turn: there is room for each beside the one whose turn it is, and all of
-        it is on the device, but for the next one, which comes while the turn ends."""
+        it is on the device, but for the next one, which comes while the turn ends. `go_on`: and those that compute, for
+        as long as requests of theirs run."""
         turn, page = self._turn, self._known.device.page_size
         if turn.has not in self._works:
             return frozenset()
-        ends = turn.next != SHARED
+        ends, seconds = turn.next != SHARED, self._room.page_seconds
         needs = {
-            seat.number: works.weights - (-work.begun // page) if ends else works.pages
+            seat.number: works.least(seconds) - (-work.begun // page) if ends else works.pages
             for seat, work in busy.items()
             if (works := self._works.get(seat.number)) is not None
         }
-        left, whole = self._pages - needs.get(turn.has, 0), []
+        left, whole = self._room.pages - needs.get(turn.has, 0), []
         with self._known.lock:
             self._known.drain_core_events()
             for seat in sorted(busy, key=lambda seat: (seat.until is not None, not busy[seat].runs, seat.number)):
@@ -248,8 +255,9 @@ class LoopTurns:
                     continue
                 kv = sum(cache.displaced for client, cache in self._known.clients.paged if client.model == state.number)
                 away, comes = state.taken or state.model.plan.streamed or kv, seat.number == turn.next
-                stays = comes and seat.number in self._beside  # though KV of both grows
-                if stays or (pages <= left and (comes or not away)):
+                runs = go_on and seat.until is None and busy[seat].runs
+                stays = runs or (comes and seat.number in self._beside)  # though KV of both grows
+                if stays or (pages <= left and (comes or not (away or ends))):
                     whole.append(seat.number)
                     left -= pages
         return frozenset(whole)
@@ -268,8 +276,8 @@ class LoopTurns:
                 for seat, (state, work) in zip(busy, states, strict=True)
                 if state is not None
             }
-            room = Room(self._room(), page_seconds or 0.0)
-        works, self._pages = [*self._works.values()], room.pages
+            self._room = room = Room(self._pages(), page_seconds or math.inf)
+        works = [*self._works.values()]
         margin, before = known.tuning.weights.margin, self._apart
         self._moves = moved(works, room) if works else 0.0
         self._fit = page_seconds is not None and sum(work.pages for work in works) <= room.pages
@@ -281,11 +289,11 @@ class LoopTurns:
         """Returns what the model needs. The caller holds the manager's lock."""
         link, page, pages = self._known.link.page_seconds, self._known.device.page_size, state.model.plan.pages
         seconds, prompting = (state.costs_at(state.last[phase], link)[0].seconds for phase in ("decode", "prefill"))
-        moving, kv, slack = pages if state.auto else (), -(-work.kv // page), max(0.0, work.due - now)
-        weights = sum(moving), max(moving, default=0)
-        return TurnWork(seconds, *weights, kv, state.model.floor, slack, prompting, work.prompts)
+        moving, slack = pages if state.auto else (), max(0.0, work.due - now)
+        needs = sum(moving), max(moving, default=0), -(-work.kv // page), state.model.floor
+        return TurnWork(seconds, *needs, slack, prompting, work.prompts, work.fixed, work.answer)
 
-    def _room(self) -> int:
+    def _pages(self) -> int:
         """Pages that layers which may move and KV have, or could have. The caller holds the manager's lock."""
         known = self._known
         layers = sum(

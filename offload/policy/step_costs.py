@@ -159,6 +159,11 @@ class StepCosts:
         seen = [sample for group in self._seen.values() for sample in group]
         return statistics.median(abs(parts.seconds(step) / seconds - 1) for step, seconds in seen)
 
+    @property
+    def fixed(self) -> float:
+        """Seconds of a step whatever is in it, infinity where that is not known."""
+        return math.inf if self._fitted is None else self._fitted.fixed
+
     def largest(self, length: float) -> int | None:
         """Returns the largest batch of decoding requests that is fastest, where they hold so many tokens on average;
         None where no number is too large, or it is not known."""
