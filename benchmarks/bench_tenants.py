@@ -48,7 +48,7 @@ RATES: Final = (0.4, 0.55, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5)  # times the speed of
 SHRINK = 128
 TURN, PERIOD, BURST = 1.0, 20.0, 0.25  # s of a turn; of bursts and calms, and the part of it that is burst
 ROWS = ROOT / "build" / "tenants.jsonl"
-LENGTHS = {"mooncake_conversation_trace.jsonl": 0.125}  # of traces with prompts for which no setting has memory
+LENGTHS = {"mooncake_conversation_trace.jsonl": 1 / 9}  # of traces with prompts for which no setting has memory
 COSTS = {
     "8B": Parts(8.8e-3, 4e-5, 3.66e-8, 0.0),
     "13B": Parts(14.3e-3, 6.5e-5, 2.3e-7, 0.0),
@@ -86,20 +86,20 @@ class Setting:
 AZURE, MOONCAKE, SHAREGPT = "azure_2023_code.csv", "mooncake_conversation_trace.jsonl", "sharegpt_turn_lengths.csv"
 TWO, THREE, LARGE = "8B+8B", "8B+8B+8B", "13B+8B+8B"
 SETTINGS: Final = (
-    Setting(TWO, "together", 34, 55, "code", 6.5),
+    Setting(TWO, "together", 34, 55, "code", 5.2),
     Setting(TWO, "turns", 24, 55, "code", 5.5),
     Setting(TWO, "turns", 34, 450, "code", 8.5),
     Setting(THREE, "bursts", 48, 55, "code", 1.4),
     Setting(TWO, "bursts", 24, 450, "code", 1.8),
     Setting(TWO, "turns", 34, 25, "chat", 24.0),
-    Setting(TWO, "bursts", 34, 55, "chat", 7.5),
+    Setting(TWO, "bursts", 34, 55, "chat", 6.8),
     Setting(THREE, "together", 34, 55, "code", 5.5),
     Setting(LARGE, "bursts", 48, 55, "code", 1.2),
-    Setting(LARGE, "turns", 48, 450, "code", 4.0),
-    Setting(TWO, "together", 34, 55, AZURE, 0.45),
+    Setting(LARGE, "turns", 48, 450, "code", 3.6),
+    Setting(TWO, "together", 34, 55, AZURE, 0.37),
     Setting(THREE, "turns", 48, 25, AZURE, 0.4),
-    Setting(TWO, "together", 34, 450, MOONCAKE, 2.0),
-    Setting(TWO, "together", 48, 25, SHAREGPT, 22.0),
+    Setting(TWO, "together", 34, 450, MOONCAKE, 1.7),
+    Setting(TWO, "together", 48, 25, SHAREGPT, 18.0),
 )
 TINY: Final = (
     Setting("tiny+tiny", "turns", 80 / 1024, 0.2, "code", 8.0),
