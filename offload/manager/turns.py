@@ -229,6 +229,7 @@ class LoopTurns:
             seat.until = now if waits else None
 
     def _waiter(self, seat: Seat, work: LoopWork) -> Waiter:
+        """The model of a loop as policy/turns.py takes it."""
         answer = 0.0 if (works := self._works.get(seat.number)) is None else works.answer * works.seconds
         return Waiter(seat.number, work.runs, seat.since(work), work.due, work.waits, answer)
 

@@ -23,13 +23,13 @@ Note [How long a turn is]
     turn, or for less where none of their requests waits (`_RESTS`), these begin no more, and the turn ends with the
     last that runs. Meanwhile that other one, the next, comes as soon as there is room for it, and begins (`beside`):
     what it lacks is copied while others compute. The last few are suspended where many more wait (`_FEW`) and answers
-    are long (`_SOON`): 13 GiB of weights stayed for an answer of 400 tokens while 46 requests waited.
-    A turn ends in any case after `bound`, divided among those who wait, since when they did, and the bound after it
-    began to end: so nobody waits for longer than the bound and what moves in each turn, however many models there are
-    and however long answers. SLOs of requests that wait end it earlier (`due`), but no turn is shorter than what moves
-    at its beginning takes: half of the time at least is work. Next is who has waited longest, or whose SLO it is that
-    ends the turn, unless somebody has waited for the bound. The shorter turns have to be, the more is lost in them:
-    models with strict SLOs share the device.
+    are long (`_SOON`): 13 GiB of weights stayed for an answer of 400 tokens while 46 requests waited. A turn ends in
+    any case after `bound`, divided among those who wait, since when they did, and the bound after it began to end: so
+    nobody waits for longer than the bound and what moves in each turn, however many models there are and however long
+    answers. SLOs of requests that wait end it earlier (`due`), but no turn is shorter than what moves at its beginning
+    takes: half of the time at least is work. Next is who has waited longest, or whose SLO it is that ends the turn,
+    unless somebody has waited for the bound. The shorter turns have to be, the more is lost in them: models with
+    strict SLOs share the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SHARED: Final = 0  # the number of no model
-_FEW: Final = 4  # requests wait for each that is suspended: of 1,500 of chat in bursts 1,123 keep SLOs, with 6 1,100
+_FEW: Final = 4  # requests wait for each that is suspended. Chosen: with 6 a third more of chat in bursts came late
 _SOON: Final = 1 / 24  # of the bound: answers that take no longer end first. Else 46 of 500 short ones had gaps
 _RESTS: Final = 4.0  # times what moves: a turn is not worth less, though none of its requests waits. Chosen
 
@@ -152,7 +152,8 @@ def longest(works: Sequence[TurnWork], moves: float, patience: float, bound: flo
 
 def lost_shared(works: Sequence[TurnWork], room: Room) -> float:
     """The part of the time that is lost while the models share the device."""
-    lost = min(lost, queued(works, room)) if (lost := waits(works, room)) else 0.0
+    lost = waits(works, room)
+    lost = min(lost, queued(works, room)) if lost else 0.0
     return lost / (lost + sum(work.usual for work in works))
 
 
